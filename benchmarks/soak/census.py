@@ -82,7 +82,7 @@ def take_census(llm: LLM, proposer: TurnTaking, others: Counter[type]) -> Census
         found = count_alive() - others
     return Census(
         alive={name: found[kind] for kind, name in _OF_A_REQUEST.items()},
-        busy_slots=engine.num_slots - engine.num_free_slots,
+        busy_slots=engine.load.running,
         held_slots=len(proposer.held),
         tensors=found[torch.Tensor],
         threads=threading.active_count(),

@@ -53,6 +53,22 @@ class Piece(NamedTuple):
     tokens: PromptPiece
 
 
+class Load(NamedTuple):
+    """How busy an engine is.
+
+    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
+        a slot or of their grammar.
+    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model. The
+        prefix cache may hold text in the others until they are taken.
+    """
+
+    num_slots: int
+    running: int
+    waiting: int
+    num_blocks: int
+    used_blocks: int
+
+
 class Engine:
     """Continuous batching over fixed KV slots: requests enter and leave at any step.
 
@@ -94,36 +110,17 @@ class Engine:
         return bool(self._scheduler)
 
     @property
-    def num_slots(self) -> int:
-        """Requests that can run at once."""
-        return self.model.num_slots
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a text."""
-        return self.model.max_length
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that no request holds."""
-        return self._scheduler.num_free
-
-    @property
-    def num_blocks(self) -> int:
-        """Of keys and values; a stock model's slots, each of which is one."""
-        blocks = self.model.blocks
-        return self.model.num_slots if blocks is None else blocks.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Those that can be taken; the prefix cache may hold text in them until then."""
-        blocks = self.model.blocks
-        return self._scheduler.num_free if blocks is None else blocks.num_free
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot or for their grammar."""
-        return self._scheduler.num_waiting
+    def load(self) -> Load:
+        """As of now; what has ended in the current step may still be among them."""
+        blocks, num_slots = self.model.blocks, self.model.num_slots
+        running = num_slots - self._scheduler.num_free
+        return Load(
+            num_slots=num_slots,
+            running=running,
+            waiting=self._scheduler.num_waiting,
+            num_blocks=num_slots if blocks is None else blocks.num_blocks,
+            used_blocks=running if blocks is None else blocks.num_blocks - blocks.num_free,
+        )
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended."""

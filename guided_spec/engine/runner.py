@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine.engine import Engine
+from guided_spec.engine.engine import Engine, Load
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
@@ -33,21 +33,6 @@ class Wanted(NamedTuple):
     draft: Any
     options: Mapping[str, Any]
     engine_options: Mapping[str, Any]
-
-
-class Load(NamedTuple):
-    """How busy an engine is.
-
-    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
-        a slot or of their grammar.
-    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model.
-    """
-
-    num_slots: int
-    running: int
-    waiting: int
-    num_blocks: int
-    used_blocks: int
 
 
 class LoadedModel(Protocol):
@@ -152,15 +137,9 @@ class EngineWorker:
 
     @property
     def load(self) -> Load:
-        """As of now; what the engine has ended in its current step may still be among them."""
-        engine = self.setup.engine
-        return Load(
-            num_slots=engine.num_slots,
-            running=engine.num_slots - engine.num_free_slots,
-            waiting=engine.num_waiting + len(self._incoming),
-            num_blocks=engine.num_blocks,
-            used_blocks=engine.num_blocks - engine.num_free_blocks,
-        )
+        """As of the engine, and with what it has not seen yet."""
+        load = self.setup.engine.load
+        return load._replace(waiting=load.waiting + len(self._incoming))
 
     def close(self) -> None:
         """Cancel what runs and end the thread. May be called more than once."""

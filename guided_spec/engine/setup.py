@@ -466,9 +466,9 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         for _ in left:
             bar.update()
         captured = bar.n
-    length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.max_length)
+    length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.model.max_length)
     prompt = [0] * min(_WARM_PROMPT, length - 1)
-    batches = sorted({min(size, engine.num_slots) for size in _WARM_BATCHES})
+    batches = sorted({min(size, engine.model.num_slots) for size in _WARM_BATCHES})
     for batch, sampling, one in product(batches, _WARM_SAMPLINGS, (grammar, None)):
         params = replace(  # the salt: no request is drafted from these texts
             sampling,
@@ -496,7 +496,7 @@ def _compile_kernels(engine: Engine) -> None:
             for _ in engine.capture():
                 pass
         longest = engine.config.num_draft_tokens
-        batches = {1, engine.num_slots}
+        batches = {1, engine.model.num_slots}
         for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
             for draft in _drafts_of_every_kind(engine.model, batch, width):
                 _verify_anything(engine, draft, params)
