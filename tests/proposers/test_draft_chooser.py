@@ -77,9 +77,10 @@ class Repeating(GraphPool):
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
-    ) -> None:
-        super().prepare(key, inputs, body, fixed)
+    ) -> bool:
+        has_graph = super().prepare(key, inputs, body, fixed)
         body({**inputs, **fixed})
+        return has_graph
 
 
 @pytest.mark.parametrize("largest", [2**20, 0], ids=["graphs", "none"])

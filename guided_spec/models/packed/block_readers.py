@@ -25,7 +25,6 @@ from guided_spec.models.packed.graph_pool import (
     pack_places,
     pad_rows,
     pad_to,
-    upload,
 )
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
 from guided_spec.models.packed.slot_head import HeadSlots, PackedSlotHead, ReadAhead
@@ -79,11 +78,8 @@ class BlockGraphs:
             "places": pack_places((rows.slots, rows.starts), size),
             "last": pad_rows(rows.last, size),
         }
-        compute = partial(self._compute, width)
-        if has_graph(size, width):
-            found: Tensor = self._graphs.run((width, size), inputs, compute)
-        else:
-            found = compute(upload(inputs, self._graphs.device))
+        key = (width, size) if has_graph(size, width) else None
+        found: Tensor = self._graphs.run(key, inputs, partial(self._compute, width))
         return found[: len(rows.slots)]
 
     def capture(self, width: int) -> Iterator[None]:
@@ -93,11 +89,9 @@ class BlockGraphs:
                 "places": pack_places([[], []], size),
                 "last": torch.zeros(size, dtype=torch.int64),
             }
-            if has_graph(size, width):
-                self._graphs.prepare((width, size), inputs, partial(self._compute, width))
+            key = (width, size) if has_graph(size, width) else None
+            if self._graphs.prepare(key, inputs, partial(self._compute, width)):
                 yield
-            else:
-                self._compute(width, upload(inputs, self._graphs.device))
 
     def _compute(self, width: int, inputs: Inputs) -> Tensor:
         slots, starts = inputs["places"].unbind(0)
@@ -178,11 +172,9 @@ class PackedContextReader:
                 "states": torch.zeros(size, columns, dtype=self._dtype),
                 "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
             }
-            if size > LARGEST_GRAPH:
-                self._read(upload(inputs, self._device))
-                continue
-            self.graphs.prepare(("read", size), inputs, self._read)
-            yield
+            key = ("read", size) if size <= LARGEST_GRAPH else None
+            if self.graphs.prepare(key, inputs, self._read):
+                yield
         yield from self.drafts.capture(width)
 
     def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
@@ -200,10 +192,7 @@ class PackedContextReader:
             "states": pad_to(states, (size, states.shape[1])),
             "places": torch.from_numpy(places),
         }
-        if size <= LARGEST_GRAPH:
-            self.graphs.run(("read", size), inputs, self._read)
-        else:
-            self._read(upload(inputs, self._device))
+        self.graphs.run(("read", size) if size <= LARGEST_GRAPH else None, inputs, self._read)
 
     def _read(self, inputs: Inputs) -> None:
         tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks

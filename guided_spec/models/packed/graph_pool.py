@@ -108,19 +108,22 @@ class GraphPool:
 
     def prepare(
         self,
-        key: Hashable,
+        key: Hashable | None,
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
-    ) -> None:
+    ) -> bool:
         """Capture what ``run`` would at its first call with ``key``; ``body`` runs several times.
 
         For a body that may not run with the inputs of the first call: these are others.
+
+        Returns whether it is to have a graph.
         """
-        if self._window.stage is Stage.COMPILE:
+        if key is None or self._window.stage is Stage.COMPILE:
             body({**upload(inputs, self.device), **fixed})
-            return
-        self._captured[key] = self._capture(inputs, body, fixed)
+        else:
+            self._captured[key] = self._capture(inputs, body, fixed)
+        return key is not None
 
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
@@ -131,7 +134,7 @@ class GraphPool:
 
     def run(
         self,
-        key: Hashable,
+        key: Hashable | None,
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
@@ -140,7 +143,8 @@ class GraphPool:
         """``body`` of ``inputs`` and ``fixed``, captured at the first call with ``key``.
 
         key: says all that ``body`` depends on besides the inputs' values: their shapes too, and
-            where those of ``fixed`` lie.
+            where those of ``fixed`` lie. None: so much work that a graph would not pay, which runs
+            launch by launch, and leaves ``beside`` to be done later.
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
         fixed: tensors on the device that are read where they lie, without a copy.
@@ -152,6 +156,8 @@ class GraphPool:
         Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
         graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
         """
+        if key is None:
+            return body({**upload(inputs, self.device), **fixed})
         if key not in self._captured:
             if beside is not None:  # a capture waits for the device
                 beside()

@@ -260,10 +260,11 @@ class PackedLM:
             shape = shape._replace(is_tree=True)
             inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
         body = partial(self._compute, shape.width, layers)
-        if self._graphs is None or not shape.has_graph:
+        if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
-            states, hidden = self._graphs.run((shape, layers), inputs, body, beside=beside)
+            key = (shape, layers) if shape.has_graph else None
+            states, hidden = self._graphs.run(key, inputs, body, beside=beside)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 
@@ -329,12 +330,9 @@ class PackedLM:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             if is_tree:
                 inputs["tree"] = torch.from_numpy(none.grown(size))
-            body = partial(self._compute, shape.width, layers)
-            if not shape.has_graph:
-                body(upload(inputs, self._device))
-                continue
-            self._graphs.prepare((shape, layers), inputs, body)
-            yield
+            key = (shape, layers) if shape.has_graph else None
+            if self._graphs.prepare(key, inputs, partial(self._compute, shape.width, layers)):
+                yield
 
     def _compute(
         self, width: int, layers: tuple[int, ...], inputs: Inputs

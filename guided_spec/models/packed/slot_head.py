@@ -27,7 +27,6 @@ from guided_spec.models.packed.graph_pool import (
     pack_places,
     pad_rows,
     pad_to,
-    upload,
 )
 from guided_spec.models.packed.packed_lm import (
     LARGEST_GRAPH,
@@ -394,12 +393,9 @@ class PackedSlotHead:
                 "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
                 "last": torch.zeros(shape.num_rows, dtype=torch.int64),
             }
-            read = partial(self._read, shape.width)
-            if not shape.has_graph:
-                read(upload(inputs, self._device))
-                continue
-            self.graphs.prepare(("read", shape), inputs, read)
-            yield
+            key = ("read", shape) if shape.has_graph else None
+            if self.graphs.prepare(key, inputs, partial(self._read, shape.width)):
+                yield
 
     def _ends(self, slots: Sequence[int]) -> list[int]:
         """Where the next token of each slot's draft goes."""
@@ -420,11 +416,8 @@ class PackedSlotHead:
             "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
             "last": pad_to(last, (shape.num_rows,)),
         }
-        body = partial(self._read, shape.width)
-        if shape.has_graph:
-            self._keep(rows.slots, self.graphs.run(("read", shape), inputs, body))
-        else:
-            self._keep(rows.slots, body(upload(inputs, self._device)))
+        key = ("read", shape) if shape.has_graph else None
+        self._keep(rows.slots, self.graphs.run(key, inputs, partial(self._read, shape.width)))
 
     @property
     def _slots_and_width(self) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from guided_spec.models.packed.graph_pool import (
     bucket,
     pack_places,
     pad_rows,
-    upload,
 )
 
 Pick = Callable[[int, Tensor], Tensor]
@@ -177,11 +176,8 @@ class WholeDrafts:
         inputs = {**self._forward.blank(size), **picker.inputs(key, size), "places": _still(size)}
         if given:
             inputs["given"] = torch.full((size, given), -1)
-        body = partial(self._draft, picker, count)
-        if self._forward.has_graph(size, count):
-            self._graphs.prepare(key, inputs, body)
-        else:
-            body(upload(inputs, self._graphs.device))
+        kept = key if self._forward.has_graph(size, count) else None
+        self._graphs.prepare(kept, inputs, partial(self._draft, picker, count))
 
     def _run(
         self,
