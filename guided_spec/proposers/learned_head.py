@@ -28,21 +28,20 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import is_packed_on
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.block.runner import (
-    AheadReader,
     BlockReader,
     BlockRunner,
     ContextReader,
     MaskedReader,
+    PackedContextReader,
+    PackedMaskedReader,
 )
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
-from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
-from guided_spec.models.packed.slot_head import PackedSlotHead, ReadAhead
-from guided_spec.models.packed.whole_drafts import WholeDrafts
+from guided_spec.models.packed.slot_head import AheadRunner, PackedSlotHead, ReadAhead
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.draft_chooser import DraftChooser
@@ -103,14 +102,13 @@ class LearnedHead(Proposer):
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         limits = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
-        runner = (run or _over_slots)(head, limits, context)
-        self._head, self._packed, self._block, self._ahead = runner
+        self._head, self._ahead = (run or _over_slots)(head, limits, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
-        sources = None if self._packed is None else self._packed.graphs
+        sources = None if self._ahead is None else self._ahead.sources
         self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedDrafter | None = None
-        self._whole = runner.whole(config.num_draft_tokens)
+        self._whole = None if self._ahead is None else self._ahead.whole(self._longest)
         self._can_wait = can_share(context.device)  # for the host, while a draft is made
         if self._whole is not None and (self._can_wait or context.device.type == "cpu"):
             self._masked = MaskedDrafter(self._whole, target_ids, context)
@@ -151,10 +149,8 @@ class LearnedHead(Proposer):
 
     def capture(self) -> Iterator[None]:
         """Those of the head, and of whole drafts."""
-        if self._packed is not None and self._longest:
-            yield from self._packed.capture(self._longest)
-        if self._block is not None and self._longest:
-            yield from self._block.capture(0 if self._whole is None else self._longest)
+        if self._ahead is not None and self._longest:
+            yield from self._ahead.capture(self._longest)
         if self._masked is not None and self._longest:
             yield from self._masked.capture()
 
@@ -367,20 +363,10 @@ class LearnedHead(Proposer):
 
 
 class _Runner(NamedTuple):
-    """Who runs the head over its slots; ``packed``: the same where it runs as graphs; ``block``:
-    the same where it drafts blocks; ``ahead``: the same where it reads what the host does not know
-    yet."""
+    """What runs the head over its slots; ``ahead``: the same, where it is an ``AheadRunner``."""
 
     head: HeadRunner
-    packed: PackedSlotHead | None = None
-    block: BlockRunner | None = None
-    ahead: PackedSlotHead | BlockRunner | None = None
-
-    def whole(self, longest: int) -> WholeDrafts | None:
-        """Who makes drafts of ``longest`` tokens by one graph, if anybody does."""
-        if self.block is None:
-            return None if self.packed is None else self.packed.whole
-        return self.block.whole if longest <= self.block.width else None
+    ahead: AheadRunner | None = None
 
 
 Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
@@ -398,7 +384,7 @@ def _packed(head: DraftHead, limits: SlotLimits, context: ProposerContext) -> _R
     if served is None:
         return _over_slots(head, limits, context)
     packed = PackedSlotHead(served, limits, **_for_graphs(context))
-    return _Runner(packed, packed, ahead=packed)
+    return _Runner(packed, packed)
 
 
 def eagle(context: ProposerContext) -> LearnedHead:
@@ -454,8 +440,9 @@ def p_eagle(context: ProposerContext) -> LearnedHead:
 def _over_blocks(head: BlockHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
     served = PackedBlock.of(head, limits.max_length) if _are_packed(context) else None
     if served is not None:
-        packed = PackedContextReader(served, limits, **_for_graphs(context))
-        return _over_reader(packed, limits, context, packed)
+        return _over_reader(
+            PackedContextReader(served, limits, **_for_graphs(context)), limits, context
+        )
     reader = ContextReader(head, limits, blocks=context.blocks, **_where(context))
     return _over_reader(reader, limits, context)
 
@@ -465,21 +452,14 @@ def _over_masks(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) 
     width = context.config.num_draft_tokens
     if served is not None:
         slots = PackedSlotHead(served, limits, **_for_graphs(context))
-        packed = PackedMaskedReader(head, slots, width)
-        return _over_reader(packed, limits, context, packed)
-    reader = MaskedReader(head, limits, width, **_where(context))
-    return _over_reader(reader, limits, context)
+        return _over_reader(PackedMaskedReader(head, slots, width), limits, context)
+    return _over_reader(MaskedReader(head, limits, width, **_where(context)), limits, context)
 
 
-def _over_reader(
-    reader: BlockReader,
-    limits: SlotLimits,
-    context: ProposerContext,
-    ahead: AheadReader | None = None,
-) -> _Runner:
+def _over_reader(reader: BlockReader, limits: SlotLimits, context: ProposerContext) -> _Runner:
     width = context.config.num_draft_tokens
-    runner = BlockRunner(reader, limits.num_slots, width, ahead=ahead, **_where(context))
-    return _Runner(runner, block=runner, ahead=None if ahead is None else runner)
+    runner = BlockRunner(reader, limits.num_slots, width, **_where(context))
+    return _Runner(runner, None if reader.ahead is None else runner)
 
 
 def _are_packed(context: ProposerContext) -> bool:

@@ -53,7 +53,7 @@ def test_no_step_captures_behind_it(
     assert "captured" in caplog.text
     chain: Any = setup.engine._proposer
     assert isinstance(chain, Chain)
-    graphs = chain._members[1]._packed.graphs  # type: ignore[attr-defined]
+    graphs = chain._members[1]._ahead.graphs  # type: ignore[attr-defined]
     before = len(graphs)
     assert before > 36  # of reading alone there are as many
     for temperature in (0.0, 0.8):
@@ -75,7 +75,7 @@ def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None
         with torch.inference_mode():
             for _ in setup.engine.capture():
                 pass
-        graphs = setup.engine._proposer._block._ahead.graphs
+        graphs = setup.engine._proposer._ahead._ahead.graphs
         before = len(graphs)
         assert before > 36  # of reading alone there are as many
         grammar = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
@@ -94,7 +94,7 @@ def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None
 def test_what_only_compiles_captures_nothing() -> None:
     setup = build(max_model_len=64)
     chain: Any = setup.engine._proposer
-    graphs = chain._members[1]._packed.graphs
+    graphs = chain._members[1]._ahead.graphs
     with setup.engine.compiling():
         count = sum(1 for _ in setup.engine.capture())
     assert len(graphs) == 0

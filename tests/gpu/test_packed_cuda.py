@@ -197,7 +197,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
         for stock, walked in zip(found[:3], found[3:], strict=True):
             torch.testing.assert_close(walked, stock, rtol=1e-3, atol=1e-3)
         stock_head, packed_head = heads
-        walk = packed_head.whole.draft_greedily(slots, 3)
+        walk = packed_head.whole(3).draft_greedily(slots, 3)
         for depth in range(3):
             scores = stock_head.logits(slots)
             rows = torch.arange(len(slots), device=CUDA)

@@ -19,7 +19,7 @@ from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.lookahead import Scored as Options
-from guided_spec.models.packed import block_readers
+from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.models.packed.slot_head import Scored
@@ -147,7 +147,7 @@ def build(headed: Headed, *, is_waiting: bool) -> Any:
         patch.setattr(learned_head, "can_share", lambda _: is_waiting)
         if is_waiting:
             patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
-            patch.setattr(block_readers, "GraphPool", lambda *_: Device())
+            patch.setattr(block_runner, "GraphPool", lambda *_: Device())
         found: Any = build_proposer(f"{headed.name}:mask", context)
     return found
 
@@ -322,7 +322,7 @@ def test_the_law_behind_forced_text(headed: Headed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: True)
         patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
-        patch.setattr(block_readers, "GraphPool", lambda *_: Device())
+        patch.setattr(block_runner, "GraphPool", lambda *_: Device())
         written = headed.written
         context = toy_context(
             target=written.target, draft=written.draft, config=config, num_slots=ROWS

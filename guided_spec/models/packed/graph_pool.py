@@ -40,6 +40,12 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     return next((size for size in sizes if size >= count), count)
 
 
+def row_sizes(most: int) -> list[int]:
+    """The ``ROW_SIZES`` that drafts of up to so many rows need, the largest first."""
+    largest = bucket(most, ROW_SIZES)
+    return [size for size in reversed(ROW_SIZES) if size <= largest]
+
+
 class Stage(Enum):
     """What becomes of a graph that is asked for: its kernels are compiled, it is captured, or, once
     all is closed, what it would hold runs launch by launch.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.heads.slot_head import SlotLimits
+from guided_spec.models.heads.slot_head import HeadRunner, SlotLimits
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -70,6 +70,38 @@ class ReadAhead(NamedTuple):
         return Rows(self.slots, slots.lengths(self.slots), self.counts)
 
 
+class AheadRunner(HeadRunner, Protocol):
+    """A ``HeadRunner`` whose forwards are graphs: it reads what the host does not know yet.
+
+    sources: whose outputs ``logits`` returns, where they lie; None: they are no graph's.
+    """
+
+    @property
+    def sources(self) -> GraphPool | None: ...
+    def whole(self, longest: int) -> WholeDrafts | None:
+        """What makes drafts of ``longest`` tokens by one graph, if anything does."""
+        ...
+
+    def capture(self, longest: int) -> Iterator[None]:
+        """Capture the graphs for drafts of ``longest`` tokens, one at each ``next``."""
+        ...
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether so many more tokens of each slot can be read before the host knows them."""
+        ...
+
+    def read_ahead(self, new: ReadAhead) -> None:
+        """A slot holds them once ``commit`` says how many they were.
+
+        Otherwise it is as before, but for the draft, which is forgotten.
+        """
+        ...
+
+    def commit(self, slot: int, count: int) -> None:
+        """The slot holds ``count`` of the tokens that were read ahead."""
+        ...
+
+
 class HeadSlots:
     """The memory of a head's layers, and how much of each slot's text it holds.
 
@@ -106,6 +138,12 @@ class HeadSlots:
     def lengths(self, slots: Sequence[int]) -> list[int]:
         """``length`` of each."""
         return [self._lengths[slot] for slot in slots]
+
+    def starts(self, slots: Sequence[int], count: int) -> list[int]:
+        """``lengths``; each slot then has blocks for so many positions more."""
+        starts = self.lengths(slots)
+        Rows(slots, starts, [count] * len(slots)).grow(self.blocks)
+        return starts
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty the slots."""
@@ -192,7 +230,7 @@ class PackedSlotHead:
     limits: how much it can hold. blocks: see ``HeadSlots``. window: in which CUDA graphs are
     captured; None never closes.
 
-    slots: what it holds. whole: its drafts by one graph each.
+    slots: what it holds.
     """
 
     scores_at_once = False
@@ -214,8 +252,8 @@ class PackedSlotHead:
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
-        self.graphs = GraphPool(device, window)
-        self.whole = WholeDrafts(self.graphs, self, limits.num_slots)
+        self.graphs = self.sources = GraphPool(device, window)
+        self._whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
         width = packed.head.hidden_size
         # The last row is for the unused places of a graph, whose slot is -1.
@@ -275,19 +313,16 @@ class PackedSlotHead:
         self._begin_draft(destinations)
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``HeadSlots``."""
+        """See ``AheadRunner``."""
         return self.slots.can_read_ahead(slots, counts)
 
     def commit(self, slot: int, count: int) -> None:
-        """The slot holds ``count`` of the tokens that were read ahead."""
+        """See ``AheadRunner``."""
         self.slots.commit(slot, count)
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """A slot holds them once ``commit`` says how many they were.
-
-        Otherwise it is as before, but for the draft, which is forgotten.
-        """
+        """See ``AheadRunner``."""
         rows, count = new.rows(self.slots), len(new.counts)
         begins = np.cumsum(new.counts) - np.array(new.counts)
         placed = np.concatenate([rows.places_in(new.token_ids.shape[1]), begins])
@@ -369,18 +404,23 @@ class PackedSlotHead:
         for slot in slots:
             self._depths[slot] += count - 1
 
+    def whole(self, longest: int) -> WholeDrafts:
+        """See ``AheadRunner``."""
+        del longest
+        return self._whole
+
     @torch.inference_mode()
-    def capture(self, count: int) -> Iterator[None]:
-        """Capture the graphs of reading, of single steps, and of greedy drafts of ``count``."""
+    def capture(self, longest: int) -> Iterator[None]:
+        """See ``AheadRunner``: of reading, of single steps, and of greedy drafts."""
         yield from self.capture_reads()
         head = self._packed.head
-        for size in self.whole.row_sizes:
+        for size in self._whole.row_sizes:
             places = pack_places([[], []], size)
             fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
             fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
             self.graphs.prepare(("append", size), fed, self._append_one)
             yield
-        yield from self.whole.capture_best(count)
+        yield from self._whole.capture_best(longest)
 
     @torch.inference_mode()
     def capture_reads(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from guided_spec.models.packed.graph_pool import (
     bucket,
     pack_places,
     pad_rows,
+    row_sizes,
 )
 
 Pick = Callable[[int, Tensor], Tensor]
@@ -125,8 +126,7 @@ class WholeDrafts:
 
     def __init__(self, graphs: GraphPool, forward: DraftForward, num_slots: int) -> None:
         self._graphs, self._forward = graphs, forward
-        most = bucket(num_slots, ROW_SIZES)
-        self.row_sizes = [size for size in reversed(ROW_SIZES) if size <= most]
+        self.row_sizes = row_sizes(num_slots)
         self.scores_at_once = forward.scores_at_once
 
     @torch.inference_mode()

@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.models.heads.block.runner import BlockRunner, ContextReader, MaskedReader
+from guided_spec.models.heads.block.runner import (
+    BlockRunner,
+    ContextReader,
+    MaskedReader,
+    PackedContextReader,
+    PackedMaskedReader,
+)
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
-from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
@@ -81,7 +86,7 @@ class BlockPair:
                 buffer.fill_(torch.nan)
         self.reader = ahead
         self.stock = BlockRunner(reader, SLOTS, WIDTH, **where)
-        self.packed = BlockRunner(ahead, SLOTS, WIDTH, ahead=ahead, **where)
+        self.packed = BlockRunner(ahead, SLOTS, WIDTH, **where)
         self.source = torch.Generator().manual_seed(0)
 
     def tokens(self, count: int) -> list[int]:

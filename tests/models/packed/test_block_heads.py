@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.packed import block_readers, slot_head
+from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import ROW_SIZES, SIZES
@@ -116,11 +117,11 @@ def test_what_is_captured_serves_all(
     tmp_path: Path, target: PreTrainedModel, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines and blocks of more tokens than a graph takes run without one."""
-    monkeypatch.setattr(block_readers, "LARGEST_GRAPH", 5 * (WIDTH + 1))
+    monkeypatch.setattr(block_runner, "LARGEST_GRAPH", 5 * (WIDTH + 1))
     pair = BlockPair(tmp_path, target, form)
     graphs = pair.reader.graphs
     with torch.inference_mode():
-        count = sum(1 for _ in pair.packed.capture())
+        count = sum(1 for _ in pair.packed.capture(0))
     assert count == len(graphs)
     assert count >= sum(size <= 5 for size in ROW_SIZES) + 5
     assert count <= len(ROW_SIZES) + len(SIZES)

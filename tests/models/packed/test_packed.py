@@ -343,7 +343,7 @@ def test_a_greedy_walk_is_one_step_after_another(
     states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
     for head in (one_by_one, packed):
         head.read(slots, tokens, states)
-    walk = packed.whole.draft_greedily(slots, 4)
+    walk = packed.whole(4).draft_greedily(slots, 4)
     for depth in range(4):
         logits = one_by_one.logits(slots)
         best = logits.argmax(-1)
@@ -369,7 +369,7 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
     counts, given = (2, 0, 3), torch.randint(VOCAB, (3, 3), generator=random_)
     for row, count in zip(given, counts, strict=True):
         row[count:] = -1
-    walk = packed.whole.draft_greedily(slots, 5, given)
+    walk = packed.whole(5).draft_greedily(slots, 5, given)
     for depth in range(5):
         best = one_by_one.logits(slots).argmax(-1)
         best = best if found.vocabulary is None else found.vocabulary.to_target(best)
@@ -382,7 +382,7 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
             one_by_one.append(slots, best)
     assert one_by_one.depth(0) == packed.depth(0) == 4
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(packed.whole.draft_greedily(slots, 5), walk)  # nothing of it is left
+    assert not torch.equal(packed.whole(5).draft_greedily(slots, 5), walk)  # nothing of it is left
 
 
 def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
     if blocks is not None:  # as the engine does before a step
         assert all(blocks.grow(slot, length + 8) for slot in slots)
     packed.mark(slots)
-    walk = packed.whole.draft_greedily(slots, 5)
+    walk = packed.whole(5).draft_greedily(slots, 5)
     packed.rewind(slots)
     for depth in range(5):
         torch.testing.assert_close(packed.logits(slots), stock.logits(slots), rtol=1e-4, atol=1e-4)

@@ -3,12 +3,14 @@
 ``BlockRunner`` keeps the outputs of each slot's block, and goes along it. Who reads the text, and
 computes a block behind it, is a ``BlockReader``: ``ContextReader`` for heads that see the target's
 hidden states as keys and values, over the target's tables, and ``MaskedReader`` for P-EAGLE, whose
-equations are in ``guided_spec.models.heads.eagle``.
+equations are in ``guided_spec.models.heads.eagle``. Their packed forms are ``AheadReader``s, whose
+forwards are CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,16 +21,22 @@ from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.block_readers import (
-    BlockForward,
-    BlockGraphs,
-    BlockRows,
-    has_graph,
-)
+from guided_spec.models.packed.block_head import PackedBlock, places_of_blocks
 from guided_spec.models.packed.blocks import BLOCK, Blocks
-from guided_spec.models.packed.graph_pool import GraphPool, Inputs
-from guided_spec.models.packed.packed_lm import split_places
-from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, ReadAhead
+from guided_spec.models.packed.graph_pool import (
+    ROW_SIZES,
+    SIZES,
+    CaptureWindow,
+    GraphPool,
+    Inputs,
+    bucket,
+    pack_places,
+    pad_rows,
+    pad_to,
+    row_sizes,
+)
+from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows, split_places
+from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
@@ -38,7 +46,8 @@ class BlockReader(Protocol):
     """Reads verified tokens, and computes the places behind them; see ``HeadRunner``.
 
     max_length: tokens of a text. width: tokens of a whole block. size: H, of its outputs.
-    transition: how a place depends on the one before; None: it does not.
+    transition: how a place depends on the one before; None: it does not. ahead: the reader itself,
+    where its forwards are graphs; None where they are not.
     """
 
     @property
@@ -49,6 +58,8 @@ class BlockReader(Protocol):
     def size(self) -> int: ...
     @property
     def transition(self) -> Transition | None: ...
+    @property
+    def ahead(self) -> AheadReader | None: ...
     def length(self, slot: int) -> int: ...
     def release(self, slots: Sequence[int]) -> None: ...
     def adopt(self, slot: int) -> None: ...
@@ -65,9 +76,16 @@ class BlockReader(Protocol):
         ...
 
 
-class AheadReader(BlockReader, BlockForward, Protocol):
-    """A reader whose forwards are graphs; see ``PackedSlotHead``."""
+class AheadReader(BlockReader, Protocol):
+    """A reader whose forwards are graphs; see ``PackedSlotHead``.
 
+    vocabulary: what the logits score; None: the target's own tokens.
+    """
+
+    @property
+    def graphs(self) -> GraphPool: ...
+    @property
+    def vocabulary(self) -> DraftVocabulary | None: ...
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool: ...
     def read_ahead(self, new: ReadAhead) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
@@ -75,17 +93,16 @@ class AheadReader(BlockReader, BlockForward, Protocol):
         """Capture the graphs of reading, and of blocks of ``width`` places."""
         ...
 
-    @property
-    def graphs(self) -> GraphPool: ...
-    @property
-    def vocabulary(self) -> DraftVocabulary | None: ...
-    @property
-    def drafts(self) -> BlockGraphs:
-        """The graphs of its blocks."""
+    def starts(self, slots: Sequence[int], width: int) -> list[int]:
+        """Where the last tokens of R texts stand, whose slots then have blocks for ``width`` more
+        behind them."""
         ...
 
-    def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
-        """The slots have blocks for drafts of ``width`` tokens behind ``last``, int64 [R]."""
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """The outputs [R, width, H] of the places behind ``last``, which stand at ``starts``.
+
+        All int64 [R] on the device; slot -1: an unused row. For a graph: nothing waits.
+        """
         ...
 
 
@@ -93,13 +110,14 @@ class BlockRunner:
     """A ``HeadRunner`` whose drafts are blocks.
 
     width: tokens of a draft at most; there are no more than the reader's. Behind the block's last
-    place every logit is -inf: a draft is no longer than that. ahead: the reader, where its forwards
-    are graphs.
+    place every logit is -inf: a draft is no longer than that. It is an ``AheadRunner`` where the
+    reader is an ``AheadReader``.
 
-    whole: its drafts by one graph each, where that is so. transition: as of the reader.
+    transition: as of the reader.
     """
 
     scores_at_once = True
+    sources = None
 
     @torch.inference_mode()
     def __init__(
@@ -110,12 +128,13 @@ class BlockRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        ahead: AheadReader | None = None,
     ) -> None:
-        self._reader, self._ahead, self._device = reader, ahead, device
+        self._reader, self._ahead, self._device = reader, reader.ahead, device
         self.max_length, self.transition = reader.max_length, reader.transition
         self.width = min(width, reader.width)
-        self.whole = None if ahead is None else WholeDrafts(ahead.graphs, self, num_slots)
+        self._whole: WholeDrafts | None = None
+        if reader.ahead is not None:
+            self._whole = WholeDrafts(reader.ahead.graphs, self, num_slots)
         self._depths, self._marks = ([0] * num_slots for _ in range(2))
         # Of each slot's block, where it has been computed since the last read.
         columns = max(self.width, 1)
@@ -179,31 +198,33 @@ class BlockRunner:
         self._begin_drafts(destinations, self._index(destinations), self._trail[source, 0])
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether so many more tokens of each slot can be read before the host knows them."""
+        """See ``AheadRunner``."""
         return self._ahead is not None and self._ahead.can_read_ahead(slots, counts)
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``PackedSlotHead.read_ahead``; where ``can_read_ahead``."""
+        """See ``AheadRunner``; where ``can_read_ahead``."""
         assert self._ahead is not None
         self._ahead.read_ahead(new)
         ends = new.token_ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
         self._begin_drafts(new.slots, self._index(new.slots), ends.clamp_min(0))
 
     def commit(self, slot: int, count: int) -> None:
-        """The slot holds ``count`` of the tokens that were read ahead."""
+        """See ``AheadRunner``."""
         assert self._ahead is not None
         self._ahead.commit(slot, count)
 
-    def capture(self, whole: int = 0) -> Iterator[None]:
-        """Capture the graphs there are.
+    def whole(self, longest: int) -> WholeDrafts | None:
+        """See ``AheadRunner``: of no more tokens than a block has."""
+        return self._whole if 0 < longest <= self.width else None
 
-        whole: tokens of the drafts that ``whole`` is asked for; 0: none.
-        """
+    def capture(self, longest: int) -> Iterator[None]:
+        """See ``AheadRunner``."""
         if self._ahead is not None:
             yield from self._ahead.capture(self.width)
-            if whole and self.whole is not None:
-                yield from self.whole.capture_best(whole)
+        whole = self.whole(longest)
+        if whole is not None:
+            yield from whole.capture_best(longest)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -221,8 +242,9 @@ class BlockRunner:
 
     def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
         """See ``DraftForward``; count: ``width`` at most."""
-        rows = self._rows(slots, self._index(slots), count)
-        return DraftStart(rows.starts, {"last": rows.last})
+        assert self._ahead is not None
+        last = self._trail[self._index(slots), 0]
+        return DraftStart(self._ahead.starts(slots, count), {"last": last})
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
         """See ``DraftForward``: the places are scored by one forward."""
@@ -256,10 +278,6 @@ class BlockRunner:
             scores = scores.masked_fill(is_behind.unsqueeze(1), -torch.inf)
         return scores
 
-    def _rows(self, slots: Sequence[int], index: Tensor, width: int) -> BlockRows:
-        assert self._ahead is not None
-        return self._ahead.rows(slots, self._trail[index, 0], width)
-
     def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
         """last: int64 [R] or one for all, the tokens that the drafts stand behind."""
         self._trail[index, 0] = last
@@ -286,6 +304,8 @@ class BlockRunner:
 class ContextReader:
     """A ``BlockReader``, launch by launch. blocks: see ``HeadSlots``."""
 
+    ahead = None
+
     def __init__(
         self,
         head: BlockHead,
@@ -296,11 +316,8 @@ class ContextReader:
         blocks: Blocks | None = None,
     ) -> None:
         self.head, self.max_length = head, limits.max_length
-        self.width, self.size, self.transition = (
-            head.layout.width,
-            head.hidden_size,
-            head.transition,
-        )
+        self.width, self.size = head.layout.width, head.hidden_size
+        self.transition = head.transition
         self._device, self._dtype = device, dtype
         where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
         self.slots = HeadSlots(head.config, limits, **where)
@@ -364,7 +381,7 @@ class MaskedReader:
     Raises ModelError for a head that has nothing to put at the places behind a text.
     """
 
-    transition = None
+    transition = ahead = None
 
     def __init__(
         self,
@@ -392,3 +409,186 @@ class MaskedReader:
         masks = last.new_full((len(slots), width - 1), self._masks.token_id)
         hidden = self._masks.hidden.expand(*masks.shape, -1)
         return self._slots.masked(slots, masks, hidden)
+
+
+class BlockGraphs:
+    """The blocks of a packed head, each by one graph. num_slots: rows of a batch at most."""
+
+    def __init__(self, reader: AheadReader, num_slots: int) -> None:
+        self._graphs, self._reader, self._num_slots = reader.graphs, reader, num_slots
+
+    @torch.inference_mode()
+    def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
+        """See ``BlockReader``; on CUDA the next graph overwrites it."""
+        size = bucket(len(slots), ROW_SIZES)
+        inputs = {
+            "places": pack_places((slots, self._reader.starts(slots, width)), size),
+            "last": pad_rows(last, size),
+        }
+        key = (width, size) if has_graph(size, width) else None
+        found: Tensor = self._graphs.run(key, inputs, partial(self._compute, width))
+        return found[: len(slots)]
+
+    def capture(self, width: int) -> Iterator[None]:
+        """Capture the graphs of ``draft``."""
+        for size in row_sizes(self._num_slots):
+            inputs = {
+                "places": pack_places([[], []], size),
+                "last": torch.zeros(size, dtype=torch.int64),
+            }
+            key = (width, size) if has_graph(size, width) else None
+            if self._graphs.prepare(key, inputs, partial(self._compute, width)):
+                yield
+
+    def _compute(self, width: int, inputs: Inputs) -> Tensor:
+        slots, starts = inputs["places"].unbind(0)
+        return self._reader.outputs(slots, starts, inputs["last"], width)
+
+
+def has_graph(size: int, width: int) -> bool:
+    """Whether ``size`` blocks are few enough tokens: more take longer than their launches."""
+    return size * (width + 1) <= LARGEST_GRAPH
+
+
+class PackedContextReader:
+    """What ``ContextReader`` is, for the heads that ``PackedBlock`` serves.
+
+    blocks: see ``HeadSlots``. window: in which CUDA graphs are captured; None never closes.
+    """
+
+    def __init__(
+        self,
+        packed: PackedBlock,
+        limits: SlotLimits,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: Blocks | None = None,
+        window: CaptureWindow | None = None,
+    ) -> None:
+        head = packed.head
+        self._packed, self._device, self._dtype = packed, device, dtype
+        self.transition, self.vocabulary = head.transition, head.vocabulary
+        self.max_length, self.width = limits.max_length, head.layout.width
+        self.size = head.hidden_size
+        self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
+        self.length, self.release = self.slots.length, self.slots.release
+        self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
+        self.commit, self.can_read_ahead = self.slots.commit, self.slots.can_read_ahead
+        self.graphs = GraphPool(device, window)
+        self._drafts = BlockGraphs(self, limits.num_slots)
+        self.draft = self._drafts.draft
+
+    @torch.inference_mode()
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None:
+        """See ``HeadRunner``."""
+        del tokens
+        for line in self.slots.lines(slots, [len(row) for row in states]):
+            self._read_rows(line.rows, line.of(states))
+
+    @torch.inference_mode()
+    def read_ahead(self, new: ReadAhead) -> None:
+        """See ``PackedSlotHead``."""
+        rows = new.rows(self.slots)
+        index = torch.from_numpy(rows.places_in(new.token_ids.shape[1]))
+        index = index.to(self._device, non_blocking=True)
+        self._read_rows(rows, new.states.flatten(0, 1)[index])
+
+    @property
+    def ahead(self) -> AheadReader:
+        """Itself."""
+        return self
+
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """See ``AheadReader``."""
+        count = self._packed.places_for(width)
+        places = places_of_blocks(slots, starts, count, self.slots.blocks)
+        return self._packed.draft(last, width, places, self.slots.memory)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See ``BlockReader``."""
+        return self._packed.head.logits(outputs)
+
+    @torch.inference_mode()
+    def capture(self, width: int) -> Iterator[None]:
+        """See ``AheadReader``."""
+        columns = self._packed.head.fc.in_features
+        for size in (*UNCAPTURED, *reversed(SIZES)):
+            inputs = {
+                "states": torch.zeros(size, columns, dtype=self._dtype),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
+            }
+            key = ("read", size) if size <= LARGEST_GRAPH else None
+            if self.graphs.prepare(key, inputs, self._read):
+                yield
+        yield from self._drafts.capture(width)
+
+    def starts(self, slots: Sequence[int], width: int) -> list[int]:
+        """See ``AheadReader``."""
+        return self.slots.starts(slots, self._packed.places_for(width))
+
+    def _read_rows(self, rows: Rows, states: Tensor) -> None:
+        """Positions in one line, and the states [N, X] there."""
+        rows.grow(self.slots.blocks)
+        size = bucket(len(states))
+        places = rows.places(size, len(rows.slots))[: 2 * size]
+        inputs = {
+            "states": pad_to(states, (size, states.shape[1])),
+            "places": torch.from_numpy(places),
+        }
+        self.graphs.run(("read", size) if size <= LARGEST_GRAPH else None, inputs, self._read)
+
+    def _read(self, inputs: Inputs) -> None:
+        tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks
+        nobody = tokens.new_empty(3, 0)  # attends
+        places = SlotPlaces(tokens, nobody, blocks.tables, blocks.max_length)
+        self._packed.read(inputs["states"].to(self._dtype), places, self.slots.memory)
+
+
+class PackedMaskedReader:
+    """What ``MaskedReader`` is, over a packed ``head``. width: tokens of a draft at most.
+
+    Raises ModelError for a head that has nothing to put at the places behind a text.
+    """
+
+    transition = None
+
+    def __init__(self, head: Eagle3Head, slots: PackedSlotHead, width: int) -> None:
+        self._head, self._masks, self.vocabulary = head, head.masks(), head.vocabulary
+        self.width, self.size, self.max_length = width, head.hidden_size, slots.max_length
+        self.slots, self.graphs = slots, slots.graphs
+        self.length, self.release = slots.length, slots.release
+        self.adopt, self.read = slots.adopt, slots.read
+        self.copy_slot, self.commit = slots.copy_slot, slots.commit
+        self.can_read_ahead, self.read_ahead = slots.can_read_ahead, slots.read_ahead
+        self._drafts = BlockGraphs(self, slots.num_slots)
+        self.draft = self._drafts.draft
+
+    @property
+    def ahead(self) -> AheadReader:
+        """Itself."""
+        return self
+
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """See ``AheadReader``; the last token has been read already."""
+        del last
+        count = width - 1
+        token_ids = slots.new_full((len(slots), count), self._masks.token_id)
+        hidden = self._masks.hidden.expand(*token_ids.shape, -1)
+        places = places_of_blocks(slots, starts, count, self.slots.slots.blocks)
+        return self.slots.masked(slots, token_ids, hidden, places)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See ``BlockReader``."""
+        return self._head.logits(outputs)
+
+    def capture(self, width: int) -> Iterator[None]:
+        """See ``AheadReader``."""
+        yield from self.slots.capture_reads()
+        yield from self._drafts.capture(width)
+
+    def starts(self, slots: Sequence[int], width: int) -> list[int]:
+        """See ``AheadReader``."""
+        return self.slots.slots.starts(slots, width - 1)
