@@ -1,7 +1,4 @@
-"""A learned draft head drafts for the target: EAGLE, EAGLE-3 and MTP, all by this one class.
-
-The learned draft heads by name: which checkpoint each is read from.
-"""
+"""A learned draft head drafts for the target: EAGLE, EAGLE-3, MTP and blocks, all by one class."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
-from guided_spec.models.packed.block_head import PackedBlock
-from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
+from guided_spec.models.packed.heads import PackedBlock, PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import AheadRunner, PackedSlotHead, ReadAhead
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
@@ -373,13 +369,13 @@ Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
 
 
 def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Runner:
-    return _Runner(SlotHead(head, limits, device=context.device, dtype=context.dtype))
+    return _Runner(SlotHead(head, limits, **_where(context)))
 
 
-def _packed(head: DraftHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
+def _packed(
+    form: type[PackedEagle3 | PackedMtp], head: Any, limits: SlotLimits, context: ProposerContext
+) -> _Runner:
     """As graphs where there are kernels, and the head is of a kind that they serve."""
-    form: type[PackedEagle3 | PackedMtp]
-    form = PackedEagle3 if isinstance(head, Eagle3Head) else PackedMtp
     served = form.of(head, limits.max_length) if _are_packed(context) else None
     if served is None:
         return _over_slots(head, limits, context)
@@ -387,62 +383,11 @@ def _packed(head: DraftHead, limits: SlotLimits, context: ProposerContext) -> _R
     return _Runner(packed, packed)
 
 
-def eagle(context: ProposerContext) -> LearnedHead:
-    """EAGLE and EAGLE-2 weights (arXiv:2401.15077, arXiv:2406.16858), drafting a chain."""
-    return _build("eagle", context)
-
-
-def eagle3(context: ProposerContext) -> LearnedHead:
-    """EAGLE-3 (arXiv:2503.01840) from SafeAILab, SpecForge or speculators."""
-    return _build("eagle3", context, _packed)
-
-
-def deepseek_mtp(context: ProposerContext) -> LearnedHead:
-    """The MTP layers in a DeepSeek-V3, R1 or V3.2 checkpoint (arXiv:2412.19437)."""
-    return _build("deepseek_mtp", context)
-
-
-def glm4_moe_mtp(context: ProposerContext) -> LearnedHead:
-    """The MTP layers in a GLM-4.5 or GLM-4.5-Air checkpoint."""
-    return _build("glm4_moe_mtp", context)
-
-
-def qwen3_5_mtp(context: ProposerContext) -> LearnedHead:
-    """The MTP layers in a Qwen3-Next or Qwen3.5 checkpoint."""
-    return _build("qwen3_5_mtp", context, _packed)
-
-
-def mtp(context: ProposerContext) -> LearnedHead:
-    """MTP layers of the target's own kind in a folder of their own, for any target."""
-    return _build("mtp", context, _packed)
-
-
-def dflash(context: ProposerContext) -> LearnedHead:
-    """DFlash from z-lab, DeepSeek or speculators: one forward of the head drafts a block."""
-    return _build("dflash", context, _over_blocks)
-
-
-def dflash2(context: ProposerContext) -> LearnedHead:
-    """DFlash 2 from z-lab or speculators: a block whose candidates are scored as they follow."""
-    return _build("dflash2", context, _over_blocks)
-
-
-def dspark(context: ProposerContext) -> LearnedHead:
-    """DSpark from DeepSeek or speculators: a block with a Markov head."""
-    return _build("dspark", context, _over_blocks)
-
-
-def p_eagle(context: ProposerContext) -> LearnedHead:
-    """P-EAGLE from speculators or in EAGLE-3's layout: masks behind the text, at once."""
-    return _build("p_eagle", context, _over_masks)
-
-
 def _over_blocks(head: BlockHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
     served = PackedBlock.of(head, limits.max_length) if _are_packed(context) else None
     if served is not None:
-        return _over_reader(
-            PackedContextReader(served, limits, **_for_graphs(context)), limits, context
-        )
+        packed = PackedContextReader(served, limits, **_for_graphs(context))
+        return _over_reader(packed, limits, context)
     reader = ContextReader(head, limits, blocks=context.blocks, **_where(context))
     return _over_reader(reader, limits, context)
 
@@ -474,7 +419,8 @@ def _for_graphs(context: ProposerContext) -> dict[str, Any]:
     return {**_where(context), "blocks": context.blocks, "window": context.window}
 
 
-def _build(method: str, context: ProposerContext, run: Run | None = None) -> LearnedHead:
+def _build(method: str, run: Run, context: ProposerContext) -> LearnedHead:
+    """With the head that ``load_head`` reads for a method."""
     if context.target is None:
         fix = f"{method} needs a transformers model as target; use another proposer"
         raise ConfigError("proposer", method, fix)
@@ -482,3 +428,24 @@ def _build(method: str, context: ProposerContext, run: Run | None = None) -> Lea
         fix = f"{method} takes the folder or hub id of its checkpoint"
         raise ConfigError("draft", type(context.draft).__name__, fix)
     return LearnedHead(context, load_head(method, context.draft, context.target), run)
+
+
+# EAGLE and EAGLE-2 weights (arXiv:2401.15077, arXiv:2406.16858), drafting a chain.
+eagle = partial(_build, "eagle", _over_slots)
+# EAGLE-3 (arXiv:2503.01840) from SafeAILab, SpecForge or speculators.
+eagle3 = partial(_build, "eagle3", partial(_packed, PackedEagle3))
+# The MTP layers in a DeepSeek-V3, R1 or V3.2 checkpoint (arXiv:2412.19437).
+deepseek_mtp = partial(_build, "deepseek_mtp", _over_slots)
+# Those in a GLM-4.5 or GLM-4.5-Air checkpoint, and in a Qwen3-Next or Qwen3.5 one.
+glm4_moe_mtp = partial(_build, "glm4_moe_mtp", _over_slots)
+qwen3_5_mtp = partial(_build, "qwen3_5_mtp", partial(_packed, PackedMtp))
+# MTP layers of the target's own kind in a folder of their own, for any target.
+mtp = partial(_build, "mtp", partial(_packed, PackedMtp))
+# DFlash from z-lab, DeepSeek or speculators: one forward of the head drafts a block.
+dflash = partial(_build, "dflash", _over_blocks)
+# DFlash 2 from z-lab or speculators: a block whose candidates are scored as they follow.
+dflash2 = partial(_build, "dflash2", _over_blocks)
+# DSpark from DeepSeek or speculators: a block with a Markov head.
+dspark = partial(_build, "dspark", _over_blocks)
+# P-EAGLE from speculators or in EAGLE-3's layout: masks behind the text, at once.
+p_eagle = partial(_build, "p_eagle", _over_masks)

@@ -1,17 +1,25 @@
-"""The forwards of EAGLE-3 heads and MTP modules in few kernels, see ``packed.decoder``."""
+"""The forwards of draft heads in few kernels, see ``packed.decoder``: EAGLE-3, MTP, and blocks.
+
+A block's own keys and values stand behind the text in its slot, as those of any draft do: nothing
+moves on, and the next read overwrites them. So one attention sees the text and the block.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.mtp import QwenMtpHead
+from guided_spec.models.packed.blocks import Tables
 from guided_spec.models.packed.decoder import FAMILY, has_static_rope, has_whole_rope
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
@@ -134,3 +142,135 @@ class PackedMtp:
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``PackedHead``."""
         return self.head.logits(hidden)
+
+
+class PackedBlock:
+    """What ``BlockHead`` computes, up to rounding; made by ``of``.
+
+    head: on one device, with plain weights, which become views of packed ones.
+    max_length: tokens of a text.
+    """
+
+    def __init__(self, head: BlockHead, max_length: int) -> None:
+        self.head = head
+        stock: list[Any] = list(head.layers)
+        self._sights = [layer.sight for layer in stock]
+        packed = pack(_projections(stock))  # the layers' own parts of it become theirs
+        self._layers = [
+            PackedLayer(layer.self_attn, layer.mlp, layer.sight.window) for layer in stock
+        ]
+        self._keys_values = _keys_values(packed, self._layers)
+        # Norm i stands before layer i, the last one behind all layers.
+        self._norms = [*(Norm.of(layer.input_layernorm) for layer in stock), Norm.of(head.norm)]
+        self._inner_norms = [Norm.of(layer.post_attention_layernorm) for layer in stock]
+        self._hidden_norm = Norm.of(head.hidden_norm)
+        like: Tensor = head.norm.weight
+        self._rotation = rotation_table(head.rotary_emb, like.view(1, 1, -1), max_length)
+
+    @classmethod
+    def of(cls, head: BlockHead, max_length: int) -> PackedBlock | None:
+        """The packed form of ``head``; None where its layers are not of a kind that this serves."""
+        return cls(head, max_length) if _is_served(head) else None
+
+    def read(self, states: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]) -> None:
+        """Keep what layers see of verified positions.
+
+        states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. places: of the
+            N positions; its rows are not looked at. memory: the layers' blocks.
+        """
+        features = rms_norm(self.head.fc(states), *self._hidden_norm)
+        weight, bias = self._keys_values
+        every = features.expand(len(self._layers), -1, -1)
+        made = torch.bmm(every, weight.transpose(1, 2))
+        if bias is not None:
+            made = made + bias.unsqueeze(1)
+        for layer, own, kept in zip(self._layers, made.unbind(0), memory, strict=True):
+            layer.store(own, self._rotation, kept, places)
+
+    def draft(
+        self, last: Tensor, width: int, places: SlotPlaces, memory: Sequence[KeyValues]
+    ) -> Tensor:
+        """As ``BlockHead.forward``: int64 [R] to the normed outputs [R, width, H].
+
+        places: by ``places_of_blocks``, of ``places_for(width)`` tokens a row.
+        """
+        head, layout, rows = self.head, self.head.layout, len(last)
+        count = self.places_for(width)
+        masks = last.new_full((rows, count - 1), layout.mask_token_id)
+        residual = head.embed(torch.cat([last.unsqueeze(1), masks], 1).flatten())
+        residual = residual.to(self._norms[0].weight.dtype)
+        if layout.embedding_scale != 1.0:
+            residual = residual * layout.embedding_scale
+        whole = _seen_from_the_end(places, count)
+        normed = rms_norm(residual, *self._norms[0])
+        for layer, sight, kept, inner, outer in zip(
+            *(self._layers, self._sights, memory, self._inner_norms, self._norms[1:]), strict=True
+        ):
+            seen = None if sight.is_causal else whole
+            change = layer.attend(normed, self._rotation, kept, places, seen)
+            residual, normed = add_rms_norm(change, residual, *inner)
+            residual, normed = add_rms_norm(layer.feed(normed), residual, *outer)
+        return normed.view(rows, count, -1)[:, count - width :]
+
+    def places_for(self, width: int) -> int:
+        """Places of a block that drafts ``width`` tokens."""
+        return width + (not self.head.layout.from_anchor)
+
+
+def places_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -> SlotPlaces:
+    """``count`` places of each of R slots from ``starts`` on; int64 [R] each, on the device.
+
+    slots: -1 for an unused row. tables: that the slots go by.
+    """
+    rows = len(slots)
+    steps = torch.arange(count, device=slots.device)
+    positions = (starts.unsqueeze(1) + steps).flatten()
+    tokens = torch.stack([slots.unsqueeze(1).expand(-1, count).flatten(), positions])
+    ends = torch.arange(1, rows + 1, device=slots.device) * count
+    lines = torch.stack([slots, starts, ends])
+    return SlotPlaces(tokens, lines, tables.tables, tables.max_length, width=count)
+
+
+def _seen_from_the_end(places: SlotPlaces, count: int) -> SlotPlaces:
+    """One token a row, at the last of its ``count`` places: it sees the text and the block."""
+    slots, starts, _ = places.rows.unbind(0)
+    ends = torch.arange(1, len(slots) + 1, device=slots.device)
+    rows = torch.stack([slots, starts + (count - 1), ends])
+    return replace(places, tokens=rows[:2], rows=rows, width=1)
+
+
+class _KeysValues(NamedTuple):
+    """Of all layers: weight [L, 2 * Hkv * D, H], and bias without H."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _projections(layers: Sequence[Any]) -> list[Any]:
+    attentions = [layer.self_attn for layer in layers]
+    return [part for one in attentions for part in (one.q_proj, one.k_proj, one.v_proj)]
+
+
+def _keys_values(packed: PackedWeights, layers: Sequence[PackedLayer]) -> _KeysValues:
+    """The part of ``packed``, of ``_projections``, that makes keys and values."""
+    queries = layers[0].shape.queries * layers[0].shape.size
+    weight, bias = packed
+    assert isinstance(weight, Tensor)
+    return _KeysValues(
+        weight.unflatten(0, (len(layers), -1))[:, queries:],
+        None if bias is None else bias.unflatten(0, (len(layers), -1))[:, queries:],
+    )
+
+
+def _is_served(head: BlockHead) -> bool:
+    if head.layout.conv is not None:
+        return False
+    if not (has_static_rope(head.config) and has_whole_rope(head.config)):
+        return False
+    layers: list[Any] = list(head.layers)
+    # A place that sees those behind it would have a window to both sides.
+    if any(layer.sight.window and not layer.sight.is_causal for layer in layers):
+        return False
+    # Layers read a text by one product of them all, which has no form in fp8.
+    are_plain = all(type(part) is nn.Linear for part in _projections(layers))
+    return are_plain and all(PackedLayer.fits(layer.self_attn) for layer in layers)

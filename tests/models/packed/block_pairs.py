@@ -19,9 +19,8 @@ from guided_spec.models.heads.block.runner import (
 )
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotLimits
-from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.blocks import BLOCK, Blocks
-from guided_spec.models.packed.heads import PackedEagle3
+from guided_spec.models.packed.heads import PackedBlock, PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
 

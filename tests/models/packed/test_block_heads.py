@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed import slot_head
-from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import ROW_SIZES, SIZES
+from guided_spec.models.packed.heads import PackedBlock
 from guided_spec.models.packed.slot_head import ReadAhead
 from tests.models.heads.block_checkpoints import write_block
 from tests.models.packed.block_pairs import FORMS, LENGTH, WIDTH, BlockPair

@@ -21,7 +21,6 @@ from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.block_head import PackedBlock, places_of_blocks
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -35,6 +34,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
     row_sizes,
 )
+from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows, split_places
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
