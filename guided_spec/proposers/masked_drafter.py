@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -198,21 +199,19 @@ class MaskedDrafter:
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
-    held: what its graphs sample with. scores_at_once: as of the head, see ``DraftForward``.
+    mailbox: through which they go. words: of a mask row. held: what its graphs sample with.
+    scores_at_once: as of the head, see ``DraftForward``.
     """
 
     def __init__(
         self, head: WholeDrafts, target_ids: Tensor | None, context: ProposerContext
     ) -> None:
-        self._head, self._target_ids, self._device = head, target_ids, context.device
-        self._words = num_mask_words(context.vocabulary.vocab_size)
-        depths, rows = (
-            context.config.num_draft_tokens,
-            bucket(context.num_slots, ROW_SIZES),
-        )
-        self._mailbox = Mailbox(depths, rows, self._words, context.device)
-        self._shape, self._count = (depths, rows), context.config.num_draft_tokens
+        self._head, self.target_ids, self._device = head, target_ids, context.device
         self._vocab_size = context.vocabulary.vocab_size
+        self.words = num_mask_words(self._vocab_size)
+        self._count = context.config.num_draft_tokens
+        self._rows = bucket(context.num_slots, ROW_SIZES)
+        self.mailbox = Mailbox(self._count, self._rows, self.words, context.device)
         is_coupled = context.config.verifier == "coupled"
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
         self._buffers: dict[tuple[bool, bool], DraftBuffers] = {}  # is_sampled, lists
@@ -235,17 +234,17 @@ class MaskedDrafter:
         """
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None if turn.given is None else turn.given.token_ids
-        ticket = self._mailbox.begin()
-        asked = {"is_sampled": noise is not None, "lists": turn.lookahead.wants_options}
-        buffers = self._buffers_for(batch.vocab_size, **asked)
-        draft = MaskedDraft(self._mailbox, turn, buffers, count, size)
+        ticket = self.mailbox.begin()
+        lists = turn.lookahead.wants_options
+        buffers = self._buffers_for(is_sampled=noise is not None, lists=lists)
+        draft = MaskedDraft(self.mailbox, turn, buffers, count, size)
         texts, sources = turn.texts, buffers.sources[: count + 1]
         if turn.needs_host and texts is not None:
             turn.lookahead.leave(texts, sources)
         elif not turn.needs_host:
             draft.release()
-        shape, cursors = _Shape(count, len(slots)), None if texts is None else texts.cursors
-        picker = _Picker(self, ticket, shape, buffers, sampling, noise, cursors, [])
+        cursors = None if texts is None else texts.cursors
+        picker = _Picker(self, ticket, count, len(slots), buffers, sampling, noise, cursors)
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
         beside = None if self.scores_at_once else begin
@@ -271,58 +270,25 @@ class MaskedDrafter:
                 if not sampling.all_greedy:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
-                asked = {"is_sampled": noise is not None, "lists": lists}
-                buffers, shape = self._buffers_for(self._vocab_size, **asked), (self._count, size)
-                picker = _Picker(self, 0, _Shape(*shape), buffers, sampling, noise, None, [])
+                buffers = self._buffers_for(is_sampled=noise is not None, lists=lists)
+                picker = _Picker(self, 0, self._count, size, buffers, sampling, noise)
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
                     yield
 
-    def draw(
-        self,
-        place: _Depth,
-        buffers: DraftBuffers,
-        logits: Tensor,
-        sampling: Sampling,
-        noise: DraftNoise | None,
-    ) -> Tensor:
-        """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
-        ticket, depth, depths, cursors, scored = place
-        rows = len(logits)
-        sources, ids = buffers.sources[:, :rows], buffers.ids[depth, :rows]
-        if depth == 0:
-            sources[0].copy_(cursors[:, SOURCE])
-        mask = torch.empty(rows, self._words, dtype=torch.int32, device=self._device)
-        fetch_rows(self._mailbox.orders[depth], ticket, mask, sources[depth])
-        drawn = choose_draft(logits, mask, self._target_ids, sampling, noise)
-        told = Told(ticket, self._mailbox.answers[depth], ids)
-        answer(drawn.tokens, drawn.starved, told, cursors, sources[depth + 1])
-        if buffers.probs is not None and drawn.probs is not None:
-            buffers.probs[depth, :rows].copy_(drawn.probs)
-        if buffers.rescued is not None and drawn.rescued is not None:
-            buffers.rescued[depth, :rows].copy_(drawn.rescued)
-        if buffers.listed is not None:
-            scored.append(_Scored(logits, mask))
-            if depth == depths - 1:  # all at once: the kernels are many, and small
-                logits, mask = (torch.cat(parts) for parts in zip(*scored, strict=True))
-                listed = list_likely_tokens(logits, mask, self._target_ids)
-                buffers.listed[:depths, :rows].copy_(listed.view(depths, rows, *listed.shape[1:]))
-                scored.clear()
-        return ids
-
-    def _buffers_for(self, vocab_size: int, *, is_sampled: bool, lists: bool) -> DraftBuffers:
+    def _buffers_for(self, *, is_sampled: bool, lists: bool) -> DraftBuffers:
         key = (is_sampled, lists)
         if key not in self._buffers:
-            depths, rows = self._shape
+            depths, rows = self._count, self._rows
             # Tokens from the start, also where kernels are only being compiled.
             ids = torch.zeros(2, depths, rows, dtype=torch.int64, device=self._device)
             sources = ids.new_zeros(depths + 1, rows)
-            width = vocab_size if self._target_ids is None else len(self._target_ids)
+            width = self._vocab_size if self.target_ids is None else len(self.target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
-            rescued = ids[1] if is_sampled and self._target_ids is not None else None
-            shape, listed = (depths, rows, 2, LISTED), None
+            rescued = ids[1] if is_sampled and self.target_ids is not None else None
+            listed = None
             if lists:
-                listed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+                listed = ids.new_full((depths, rows, 2, LISTED), -1, dtype=torch.int32)
             self._buffers[key] = DraftBuffers(ids[0], sources, probs, rescued, listed)
         return self._buffers[key]
 
@@ -334,38 +300,24 @@ class _Scored(NamedTuple):
     mask: Tensor
 
 
-class _Shape(NamedTuple):
-    """Of a draft: its tokens, and the rows that are used."""
-
-    depths: int
-    batch: int
-
-
-class _Depth(NamedTuple):
-    """ticket: of the draft, int64 [1]. depth: of the token, of ``depths``. cursors: of the texts,
-    int64 [R, 6]. scored: of the tokens before, where they are to be listed."""
-
-    ticket: Tensor
-    depth: int
-    depths: int
-    cursors: Tensor
-    scored: list[_Scored]
-
-
-class _Picker(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Picker:
     """See ``guided_spec.models.packed.whole_drafts.Picker``.
 
-    cursors: int64 [batch, 6] on the host, see ``TabledTexts``; None where no text has a table.
+    depths: tokens of the draft. rows: those that are used. cursors: int64 [rows, 6] on the host,
+    see ``TabledTexts``; None where no text has a table. scored: what the tokens so far were drawn
+    from, where they are to be listed.
     """
 
     drafter: MaskedDrafter
     ticket: int
-    shape: _Shape
+    depths: int
+    rows: int
     buffers: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
-    cursors: Tensor | None
-    scored: list[_Scored]
+    cursors: Tensor | None = None
+    scored: list[_Scored] = field(default_factory=list)
 
     @property
     def key(self) -> Hashable:
@@ -375,16 +327,39 @@ class _Picker(NamedTuple):
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         given = dict[str, Tensor]()
         if self.noise is not None:
-            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.shape.batch)
+            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.rows)
             given["positions"] = self.noise.positions
         none = torch.zeros(0, CURSOR, dtype=torch.int64)
         given["cursors"] = none if self.cursors is None else self.cursors
         return {name: pad_rows(value, size) for name, value in given.items()}
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
+        drafter, buffers, rows, cursors = self.drafter, self.buffers, len(logits), inputs["cursors"]
+        sources, ids = buffers.sources[:, :rows], buffers.ids[depth, :rows]
+        if depth == 0:
+            sources[0].copy_(cursors[:, SOURCE])
+        mask = torch.empty(rows, drafter.words, dtype=torch.int32, device=logits.device)
+        fetch_rows(drafter.mailbox.orders[depth], ticket, mask, sources[depth])
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
-        place = _Depth(ticket, depth, self.shape.depths, inputs["cursors"], self.scored)
-        return self.drafter.draw(place, self.buffers, logits, *drawing)
+        drawn = choose_draft(logits, mask, drafter.target_ids, *drawing)
+        told = Told(ticket, drafter.mailbox.answers[depth], ids)
+        answer(drawn.tokens, drawn.starved, told, cursors, sources[depth + 1])
+        if buffers.probs is not None and drawn.probs is not None:
+            buffers.probs[depth, :rows].copy_(drawn.probs)
+        if buffers.rescued is not None and drawn.rescued is not None:
+            buffers.rescued[depth, :rows].copy_(drawn.rescued)
+        if buffers.listed is not None:
+            self._list(buffers.listed[: self.depths, :rows], _Scored(logits, mask))
+        return ids
 
     def found(self, picked: list[Tensor]) -> None:
         del picked  # they are in the buffers
+
+    def _list(self, listed: Tensor, scored: _Scored) -> None:
+        """All at once, behind the last token: the kernels are many, and small."""
+        self.scored.append(scored)
+        if len(self.scored) == self.depths:
+            logits, mask = (torch.cat(parts) for parts in zip(*self.scored, strict=True))
+            found = list_likely_tokens(logits, mask, self.drafter.target_ids)
+            listed.copy_(found.view(listed.shape))
+            self.scored.clear()
