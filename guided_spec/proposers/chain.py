@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
-    FinishedText,
     Proposer,
     ProposerContext,
     TargetOutput,
@@ -18,7 +17,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Turn
 from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.drafting import concatenate, no_draft
+from guided_spec.proposers.drafting import Composed, concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 
 
@@ -160,7 +159,7 @@ class _ChainDraft(NamedTuple):
         )
 
 
-class Chain(Proposer):
+class Chain(Composed):
     """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
@@ -174,15 +173,13 @@ class Chain(Proposer):
         if len(names) < 2 or "chain" in names:
             fix = "name at least two proposers, such as chain:grammar_forced+ngram"
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
-        self._names = names
-        self._members: list[Proposer] = [build_proposer(name, context) for name in names]
-        layers = {layer for member in self._members for layer in member.aux_hidden_layers}
-        if any(
-            member.aux_hidden_layers not in ((), tuple(sorted(layers))) for member in self._members
-        ):
+        members = [build_proposer(name, context) for name in names]
+        layers = tuple(sorted({layer for member in members for layer in member.aux_hidden_layers}))
+        if any(member.aux_hidden_layers not in ((), layers) for member in members):
             fix = "its members want different hidden states of the target; use one of them"
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
-        self.aux_hidden_layers: tuple[int, ...] = tuple(sorted(layers))
+        super().__init__(members, layers)
+        self._names = names
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -208,39 +205,3 @@ class Chain(Proposer):
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
         return _ChainDraft(*whole, turns, lookahead)
-
-    def capture(self) -> Iterator[None]:
-        """Those of every member."""
-        for member in self._members:
-            yield from member.capture()
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether all members do that want states: these are told once."""
-        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
-
-    @property
-    def runs_as(self) -> str:
-        """Those of the members."""
-        return ", ".join(filter(None, (member.runs_as for member in self._members)))
-
-    @property
-    def has_options(self) -> bool:
-        """Whether any member has."""
-        return any(member.has_options for member in self._members)
-
-    @property
-    def learns(self) -> bool:
-        """Whether any member does."""
-        return any(member.learns for member in self._members)
-
-    def learn(self, texts: Sequence[FinishedText]) -> None:
-        """For the members that do."""
-        for member in self._members:
-            if member.learns:
-                member.learn(texts)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Every member forgets these slots."""
-        for member in self._members:
-            member.release(slots)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +22,13 @@ from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
-    FinishedText,
     Proposer,
     ProposerContext,
 )
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Pause, Scored
 from guided_spec.ops.trees.token_tree import TokenTree, tree_share
-from guided_spec.proposers.drafting import concatenate, host_draft
+from guided_spec.proposers.drafting import Composed, concatenate, host_draft
 
 BREADTH = 8  # tokens behind a place at most
 
@@ -60,7 +59,7 @@ class _Next(NamedTuple):
     at: int
 
 
-class DraftTrees(Proposer):
+class DraftTrees(Composed):
     """name, proposer: whose drafts they grow around.
 
     They wait for the draft, and for its masks on the host. Where its proposer knows nothing else
@@ -74,7 +73,7 @@ class DraftTrees(Proposer):
         if not proposer.has_options:
             fix = f"proposer={name!r} drafts chains: pass 0, or take one with a model or a head"
             raise ConfigError("tree_nodes", nodes, fix)
-        self.aux_hidden_layers = proposer.aux_hidden_layers
+        super().__init__([proposer], proposer.aux_hidden_layers)
         self._proposer, self._nodes, self._num_slots = proposer, nodes, context.num_slots
         self._max_length = context.max_model_len
 
@@ -121,33 +120,6 @@ class DraftTrees(Proposer):
         """Likewise, as far as the request does: there must be a row and a place for each."""
         left = self._max_length - len(batch.contexts[request])
         return min(self._nodes, batch.mask_rows.depths - 1, left)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """See ``Proposer``."""
-        self._proposer.release(slots)
-
-    def capture(self) -> Iterator[None]:
-        """Those of the proposer."""
-        yield from self._proposer.capture()
-
-    @property
-    def learns(self) -> bool:
-        """Whether the proposer does."""
-        return self._proposer.learns
-
-    def learn(self, texts: Sequence[FinishedText]) -> None:
-        """For the proposer."""
-        self._proposer.learn(texts)
-
-    @property
-    def reads_prompts(self) -> bool:
-        """As the proposer."""
-        return self._proposer.reads_prompts
-
-    @property
-    def runs_as(self) -> str:
-        """As the proposer."""
-        return self._proposer.runs_as
 
     @property
     def has_options(self) -> bool:

@@ -1,13 +1,13 @@
-"""What all proposers share: draft policies, how a draft is put together, and drafting nothing."""
+"""What proposers share: draft policies, how drafts and proposers are put together, no draft."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, ProposerContext
+from guided_spec.core import DecodeBatch, FinishedText, Proposer, ProposerContext
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import host_integers, pad_ids
@@ -141,6 +141,49 @@ def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
     waits = is_constrained or lookahead.wants_options  # the host needs the draft at once
     return batch.adjustments is None and waits and is_masked
+
+
+class Composed(Proposer):
+    """Drafts by other proposers, whose parts of the contract are its own, but for ``begin``."""
+
+    def __init__(self, members: Sequence[Proposer], layers: tuple[int, ...]) -> None:
+        self._members, self.aux_hidden_layers = members, layers
+
+    def capture(self) -> Iterator[None]:
+        """Those of every member."""
+        for member in self._members:
+            yield from member.capture()
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether all members do that want states: these are told once."""
+        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
+
+    @property
+    def runs_as(self) -> str:
+        """Those of the members."""
+        return ", ".join(filter(None, (member.runs_as for member in self._members)))
+
+    @property
+    def has_options(self) -> bool:
+        """Whether any member has."""
+        return any(member.has_options for member in self._members)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any member does."""
+        return any(member.learns for member in self._members)
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        """For the members that do."""
+        for member in self._members:
+            if member.learns:
+                member.learn(texts)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Every member forgets these slots."""
+        for member in self._members:
+            member.release(slots)
 
 
 class NoDraft:
