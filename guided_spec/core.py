@@ -16,7 +16,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.host import Download, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
 from guided_spec.ops.sampling.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
@@ -117,8 +117,7 @@ class DecodeBatch:
 
     def positions(self) -> Tensor:
         """int64 [B]: the absolute position of the next token of each request."""
-        lengths = host_integers([len(context) for context in self.contexts])
-        return lengths.to(self.device, non_blocking=True)  # the target's forward may be running
+        return to_device([len(context) for context in self.contexts], self.device)
 
     def draft_keys(self, positions: Tensor) -> DraftNoise:
         """Which noise to sample the draft tokens at ``positions`` int64 [B] with.

@@ -24,7 +24,7 @@ from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import LineOutput
-from guided_spec.ops.host import host_integers, pad_ids
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.ops.slot_attention import CHAIN
 from guided_spec.step import Branch
 
@@ -176,9 +176,8 @@ class SlotTarget:
         A packed model reads ``batch.prompts`` too: a forward reads every weight, whether for one
         token or for a hundred.
         """
-        last = host_integers([context[-1] for context in batch.contexts]).unsqueeze(1)
-        # Not by ``device=``, which waits for the copy, and so for all that runs.
-        token_ids = torch.cat([last.to(batch.device, non_blocking=True), flight.draft.token_ids], 1)
+        last = to_device([[context[-1]] for context in batch.contexts], batch.device)
+        token_ids = torch.cat([last, flight.draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
         longest = self._model.max_length
         # What is behind the end of a shorter draft is fed like a token: it lands where nothing
@@ -232,7 +231,7 @@ class SlotTarget:
             rows.padded(width).flatten(),
             *([] if own is None else [own]),
         ]
-        index = torch.from_numpy(np.concatenate(wanted)).to(self._model.device, non_blocking=True)
+        index = to_device(np.concatenate(wanted), self._model.device)
         fed, places, mixed = index.tensor_split([total, total + batch * width])
         output = self._read_line(token_ids.flatten()[fed], line, answer)
         states, hidden = output.states[:total], output.hidden_states
@@ -254,11 +253,10 @@ class SlotTarget:
             if answer is not None:  # so many tokens may have to wait for their copy
                 answer()
                 answer = None
-            read = host_integers([one for prompt in prompts for one in prompt.token_ids])
-            token_ids = torch.cat([token_ids, read.to(device, non_blocking=True)])
+            read = to_device([one for prompt in prompts for one in prompt.token_ids], device)
+            token_ids = torch.cat([token_ids, read])
         if line.own is not None:
-            order = torch.from_numpy(line.order()).to(device, non_blocking=True)
-            token_ids = token_ids[order]
+            token_ids = token_ids[to_device(line.order(), device)]
         output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
         if output.hidden_states is not None and prompts:
             # A copy: the next forward overwrites these, and a proposer reads them behind it.
@@ -315,12 +313,11 @@ def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     model.load_states(slots, before)
     assert output.logits is not None
     asked = [(at, one.tree.nodes[node]) for at, one in enumerate(tasks) for node in one.row.nodes]
-    widest = max(len(node.branches) for _, node in asked)
-    ids = torch.tensor([_padded([b.token_id for b in n.branches], widest) for _, n in asked])
-    places = torch.tensor([(at, len(node.path)) for at, node in asked])
-    places, ids = places.to(model.device), ids.to(model.device)
-    logits = output.logits[places[:, :1], places[:, 1:], ids.clamp(min=0)]
-    logits = logits.cpu().double().masked_fill(ids.cpu() < 0, -math.inf)
+    listed = [[branch.token_id for branch in node.branches] for _, node in asked]
+    ids = pad_ids(listed, max(map(len, listed)), -1)
+    places = to_device([(at, len(node.path)) for at, node in asked], model.device)
+    logits = output.logits[places[:, :1], places[:, 1:], ids.to(model.device).clamp(min=0)]
+    logits = logits.cpu().double().masked_fill(ids < 0, -math.inf)
     found = iter(log_softmax(logits, -1).tolist())
     for one in tasks:
         branches = {node: len(one.tree.nodes[node].branches) for node in one.row.nodes}
@@ -355,10 +352,6 @@ def _next(request: Request) -> _Task:
     tree, rows = request.job.scoring
     at = len(request.scores)
     return _Task(request, tree, rows[at], at == len(rows) - 1)
-
-
-def _padded(token_ids: list[int], width: int) -> list[int]:
-    return token_ids + [-1] * (width - len(token_ids))
 
 
 # Padded tokens that one forward may hold. A forward reads all weights, so that a few hundred tokens

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -60,20 +61,22 @@ def host_integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 
 
 def to_device(
-    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """``values`` on a device, int64 or float32, in their shape; rows have to be of one length.
+
+    On the CPU an array of that dtype is not copied.
 
     Does not wait for what the device still has to do, as ``torch.tensor(values, device=device)``
     would.
     """
     kind = np.int64 if dtype == torch.int64 else np.float32
-    return torch.from_numpy(np.array(values, dtype=kind)).to(device, non_blocking=True)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=kind)).to(device, non_blocking=True)
 
 
-def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """int64 [B, width] on the host, zeros behind each row."""
-    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+def pad_ids(rows: Sequence[Sequence[int]], width: int, filler: int = 0) -> Tensor:
+    """int64 [B, width] on the host, ``filler`` behind each row."""
+    padded = [[*row, *[filler] * (width - len(row))] for row in rows]
     return host_integers(padded).view(len(padded), width)
 
 

@@ -10,8 +10,6 @@ Under each, the drafter's logits are adjusted like the target's (``ops.sampling.
 
 Which one a request gets changes how much is accepted, never the distribution of the text: a draft
 sampled under a mask is verified with its masked probabilities, and one sampled freely with those.
-
-The adjustments of a batch, applied to a drafter's own logits as its draft grows.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft,
 from guided_spec.masks.lookahead import Lookahead, Scored
 from guided_spec.masks.rows import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.host import Download, host_integers, to_device
+from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.likely_tokens import list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise
@@ -64,9 +62,7 @@ class DraftAdjustments:
         if self._adjustments is None:
             return
         lengths = [len(row) for row in drafted]
-        width = max(lengths) + batch.num_draft_tokens
-        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in drafted]
-        tokens = torch.tensor(padded, dtype=torch.int64).view(len(batch), width)
+        tokens = pad_ids(drafted, max(lengths) + batch.num_draft_tokens, NO_TOKEN)
         self._tokens = tokens.to(batch.device, non_blocking=True)
         self._lengths = to_device(lengths, batch.device)
 
@@ -296,9 +292,8 @@ class DraftLoop:
 
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
-        lengths = host_integers([len(row) for row in self._walk(later)])
+        lengths = to_device([len(row) for row in self._walk(later)], draft.token_ids.device)
         self._tell_options()
-        lengths = lengths.to(draft.token_ids.device, non_blocking=True)
         return self._with_probs(Draft(draft.token_ids, lengths))
 
     def _leave_tables(self) -> None:

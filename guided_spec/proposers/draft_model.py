@@ -238,17 +238,16 @@ class Pard(DraftModel):
     ) -> None:
         starts = [len(lookahead.drafted[row]) for row in rows]
         block, steps = self._block(batch, rows), count()
-        index = torch.tensor(rows).to(batch.device, non_blocking=True)
+        index = to_device(rows, batch.device)
 
         def logits(token_ids: Tensor | None = None) -> Tensor:
             del token_ids  # what a place drafts changes no other
             step = next(steps)
             at = [min(start + step, self._width - 1) for start in starts]
-            behind = torch.tensor([start + step >= self._width for start in starts])
-            place = torch.tensor(at).to(batch.device, non_blocking=True)
+            behind = [start + step >= self._width for start in starts]
+            place, is_behind = to_device([at, behind], batch.device)
             scores = block[torch.arange(len(rows), device=batch.device), place]
-            behind = behind.to(batch.device, non_blocking=True)
-            scores = scores.masked_fill(behind.unsqueeze(1), -torch.inf)
+            scores = scores.masked_fill(is_behind.bool().unsqueeze(1), -torch.inf)
             full = scores.new_full((len(batch), scores.shape[1]), -torch.inf)
             return full.index_copy_(0, index, scores)
 

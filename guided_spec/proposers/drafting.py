@@ -10,18 +10,16 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, FinishedText, Proposer, ProposerContext
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.ops.host import host_integers, pad_ids
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     """A one-hot draft on the batch's device from [B] lists of token ids."""
-    longest = max(map(len, token_ids), default=0)
-    ids = pad_ids(token_ids, longest)
-    lengths = host_integers([len(row) for row in token_ids])
-    device = batch.device
-    return Draft(ids.to(device, non_blocking=True), lengths.to(device, non_blocking=True))
+    ids = pad_ids(token_ids, max(map(len, token_ids), default=0))
+    lengths = to_device([len(row) for row in token_ids], batch.device)
+    return Draft(ids.to(batch.device, non_blocking=True), lengths)
 
 
 def no_draft(batch: DecodeBatch) -> Draft:

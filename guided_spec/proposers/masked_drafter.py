@@ -19,7 +19,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.whole_drafts import WholeDrafts
-from guided_spec.ops.host import to_device
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.ops.mailbox import Answer, Mailbox, Told, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
@@ -51,9 +51,7 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Given:
         """rows: [B] tokens, fewer than ``width`` each."""
-        padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-        counts = to_device([len(row) for row in rows], device)
-        return cls(torch.tensor(padded), counts)
+        return cls(pad_ids(rows, width, -1), to_device([len(row) for row in rows], device))
 
     def behind(self, drawn: Tensor) -> Tensor:
         """Of ``drawn`` [K, B, ...] in the same shape: what follows each row's tokens, then any."""

@@ -278,14 +278,13 @@ class PackedLM:
         """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
         batch, width = token_ids.shape
         rows = rows._replace(counts=[min(count, width) for count in rows.counts])
-        index = torch.from_numpy(rows.places_in(width)).to(token_ids.device, non_blocking=True)
+        index = to_device(rows.places_in(width), token_ids.device)
         (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
         if logits == "last":
-            counts = np.array(rows.counts)
-            last = torch.from_numpy(np.maximum(np.cumsum(counts) - 1, 0))
-            scores = self.logits(states[last.to(self._device, non_blocking=True)]).unsqueeze(1)
+            last = to_device(np.maximum(np.cumsum(rows.counts) - 1, 0), self._device)
+            scores = self.logits(states[last]).unsqueeze(1)
         if logits == "all" or hidden is not None:
-            spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
+            spread = to_device(rows.padded(width), self._device)
             scores = self.logits(states)[spread] if logits == "all" else scores
             hidden = None if hidden is None else hidden[spread]
         return SlotOutput(scores, hidden)

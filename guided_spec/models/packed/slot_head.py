@@ -326,8 +326,7 @@ class PackedSlotHead:
         rows, count = new.rows(self.slots), len(new.counts)
         begins = np.cumsum(new.counts) - np.array(new.counts)
         placed = np.concatenate([rows.places_in(new.token_ids.shape[1]), begins])
-        index = torch.from_numpy(placed).to(self._device, non_blocking=True)
-        index, first = index.split([len(index) - count, count])
+        index, first = to_device(placed, self._device).split([len(placed) - count, count])
         fed = new.token_ids.clamp_min(0).flatten()[index], new.states.flatten(0, 1)[index]
         self._read_rows(rows, *fed, first + new.last)
         self._begin_draft(new.slots)

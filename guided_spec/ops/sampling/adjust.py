@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.host import to_device
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.types import SamplingParams
 
 ANY = -2  # in a ban's prefix: any token, or none
@@ -355,8 +355,7 @@ def _count(
     # Only texts with a penalty need to be uploaded and counted.
     texts = [text if one.has_penalty else () for text, one in zip(texts, table.rules, strict=True)]
     width = max(map(len, texts))
-    padded = [[*text, *[NO_TOKEN] * (width - len(text))] for text in texts]
-    ids = to_device(padded, table.device)
+    ids = pad_ids(texts, width, NO_TOKEN).to(table.device, non_blocking=True)
     is_token = (ids >= 0) & (ids < table.vocab_size)
     starts = to_device(prompts, table.device).unsqueeze(1)
     is_output = torch.arange(width, device=table.device) >= starts

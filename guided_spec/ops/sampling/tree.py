@@ -23,12 +23,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs, draw, proposed_probs
@@ -71,7 +71,7 @@ def reject_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     # As in ``rejection_sample``, rounding may leave nothing of a residual that is not empty.
     is_left = (residual > 0).any(-1, keepdim=True)
     left = torch.where(is_left, residual, target_probs)
-    parents = _upload(tree.parents, chosen.device)
+    parents = to_device(tree.parents, chosen.device)
     places = torch.arange(parents.shape[1], device=chosen.device)
     is_chosen = chosen.gather(1, parents) == places
     return _follow(draft, is_chosen, draw(left, noise.sample.unsqueeze(1)))
@@ -85,7 +85,7 @@ def couple_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     """
     tree = _tree_of(draft)
     # Behind a row's own tokens, where nothing is accepted, the depth may be anything.
-    depths = _upload(np.minimum(tree.depths, tree.depth), target_probs.device)
+    depths = to_device(np.minimum(tree.depths, tree.depth), target_probs.device)
     size = noise.sample.shape[-1]
     sample = noise.sample.gather(1, depths.unsqueeze(-1).expand(-1, -1, size))
     return _match(draft, draw(target_probs, sample))
@@ -130,13 +130,13 @@ def _tree_of(draft: Draft) -> TokenTree:
 
 def _children(tree: TokenTree, draft: Draft) -> tuple[Tensor, ...]:
     """``TokenTree.children``, each int64 [B, N + 1] on the device; -1 also behind a row's end."""
-    found = _upload(tree.children(), draft.token_ids.device)
+    found = to_device(tree.children(), draft.token_ids.device)
     return found.masked_fill(found >= draft.num_tokens.view(1, -1, 1), -1).unbind(0)
 
 
 def _match(draft: Draft, drawn: Tensor) -> Accepted:
     """The branch whose tokens are those drawn at the places that they follow, int64 [B, N + 1]."""
-    parents = _upload(_tree_of(draft).parents, drawn.device)
+    parents = to_device(_tree_of(draft).parents, drawn.device)
     return _follow(draft, draft.token_ids == drawn.gather(1, parents), drawn)
 
 
@@ -177,7 +177,7 @@ def _follow(draft: Draft, is_chosen: Tensor, last: Tensor) -> Accepted:
     # Ancestors of each place, its depth, and the way through it: one upload.
     bits = (tree.ancestors[:, :, None] >> np.arange(1, width + 1)) & 1
     tables = np.concatenate([bits, tree.depths[:, :, None], tree.ways()], -1)
-    ancestors, depths, ways = _upload(tables, device).split([width, 1, depth], -1)
+    ancestors, depths, ways = to_device(tables, device).split([width, 1, depth], -1)
     is_own = torch.arange(width, device=device) < draft.num_tokens.unsqueeze(1)
     refused = (~(is_chosen & is_own)).unsqueeze(1) & (ancestors != 0)
     reached = torch.where(refused.any(-1), -1, depths.squeeze(-1))
@@ -200,7 +200,7 @@ def _draw_noise(tree: TokenTree, rows: VerifyRows, vocab_size: int) -> Noise:
     is_coupled = rows.verifier == "coupled"
     # The first token behind a place has the number of a chain's at its position, others their own.
     offsets = tree.depths[:, 1:] - 1 + (tree.ranks.clip(0) << 32)
-    positions = first.unsqueeze(1) + _upload(offsets, device)
+    positions = first.unsqueeze(1) + to_device(offsets, device)
     accept = uniform_noise(seeds, positions, Stream.ACCEPT)
     if not is_coupled:
         return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, vocab_size))
@@ -214,18 +214,14 @@ def _adjust(logits: Tensor, draft: Draft, tree: TokenTree, adjustments: Adjustme
     """Every branch as the chain that it is; places of several branches come out alike."""
     adjusted = logits.float()
     for branch in tree.branches():
-        places = _upload(branch, logits.device)
+        places = to_device(branch, logits.device)
         index = places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
         drafted = draft.token_ids.gather(1, (places[:, 1:] - 1).clamp_min(0))
         found = adjustments.apply(logits.gather(1, index), drafted)
         if (branch[:, 1:] == branch[:, :-1]).any():  # a shorter branch ends with its own last row
-            ends = _upload((branch[:, 1:] != branch[:, :-1]).sum(1), logits.device)
+            ends = to_device((branch[:, 1:] != branch[:, :-1]).sum(1), logits.device)
             steps = torch.arange(branch.shape[1], device=logits.device).expand_as(places)
             steps = torch.minimum(steps, ends.unsqueeze(1)).unsqueeze(-1)
             found = found.gather(1, steps.expand_as(found))
         adjusted = adjusted.scatter(1, index, found)
     return adjusted
-
-
-def _upload(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)

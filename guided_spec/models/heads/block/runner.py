@@ -38,7 +38,7 @@ from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows, split_places
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
-from guided_spec.ops.host import host_integers, to_device
+from guided_spec.ops.host import to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
 
@@ -187,8 +187,7 @@ class BlockRunner:
     ) -> None:
         """Read verified tokens; see ``SlotHead.read``."""
         self._reader.read(slots, tokens, states)
-        rows = host_integers([[*slots], [row[-1] for row in tokens]])
-        index, last = rows.to(self._device, non_blocking=True)
+        index, last = to_device([[*slots], [row[-1] for row in tokens]], self._device)
         self._begin_drafts(slots, index, last)
 
     @torch.inference_mode()
@@ -266,8 +265,7 @@ class BlockRunner:
         self._draft_missing(slots)
         depths = [self._depths[slot] for slot in slots]
         most = max(self.width - 1, 0)
-        places = host_integers([[*slots], [min(depth, most) for depth in depths]])
-        slot, place = places.to(self._device, non_blocking=True)
+        slot, place = to_device([[*slots], [min(depth, most) for depth in depths]], self._device)
         outputs = self._outputs[slot, place]
         scores = self._reader.logits(outputs)
         if (transition := self._reader.transition) is not None:
@@ -355,8 +353,8 @@ class ContextReader:
     def _read_line(self, line: HeadLine, states: Tensor) -> None:
         rows, count, blocks = line.rows, len(states), self.slots.blocks
         rows.grow(blocks)
-        found = torch.from_numpy(rows.places(count, len(rows.slots)))
-        of_tokens, of_rows = split_places(found.to(self._device, non_blocking=True), count)
+        found = to_device(rows.places(count, len(rows.slots)), self._device)
+        of_tokens, of_rows = split_places(found, count)
         places = SlotPlaces(of_tokens, of_rows, blocks.tables, blocks.max_length)
         features = self.head.features(states.to(self._device, self._dtype))
         made = self.head.context(features, of_tokens[1])
@@ -492,8 +490,7 @@ class PackedContextReader:
     def read_ahead(self, new: ReadAhead) -> None:
         """See ``PackedSlotHead``."""
         rows = new.rows(self.slots)
-        index = torch.from_numpy(rows.places_in(new.token_ids.shape[1]))
-        index = index.to(self._device, non_blocking=True)
+        index = to_device(rows.places_in(new.token_ids.shape[1]), self._device)
         self._read_rows(rows, new.states.flatten(0, 1)[index])
 
     @property
