@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.kernels import has_triton, kernels_of
+from guided_spec.types import Noise
 
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
@@ -62,6 +63,23 @@ class NoiseKeys(NamedTuple):
 
     seeds: Tensor
     positions: Tensor
+
+    def draw(self, offsets: Tensor, depth: int, columns: int, *, at_each: bool) -> Noise:
+        """The noise of a step.
+
+        offsets: int64 [B or 1, N], which of the numbers behind the next position's accept the N
+            draft tokens. depth: the most of them behind one another.
+        at_each: whether ``sample`` is [B, depth + 1, columns], that of each position; else it is
+            that of the next one, [B, columns].
+        """
+        seeds, first = self
+        accept = uniform_noise(seeds, first.unsqueeze(1) + offsets, Stream.ACCEPT)
+        if not at_each:
+            return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, columns))
+        positions = first.unsqueeze(1) + torch.arange(depth + 1, device=seeds.device)
+        repeated = seeds.repeat_interleave(depth + 1)
+        sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, columns)
+        return Noise(accept, sample.view(len(seeds), depth + 1, -1))
 
 
 class DraftNoise(NamedTuple):

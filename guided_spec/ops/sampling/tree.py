@@ -30,7 +30,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.adjust import Adjustments
-from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs, draw, proposed_probs
 from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.ops.trees.token_tree import TokenTree
@@ -195,19 +194,10 @@ def _draw_noise(tree: TokenTree, rows: VerifyRows, vocab_size: int) -> Noise:
     """As ``draw_noise``: that of a chain, and more for the tokens that have others beside them."""
     if isinstance(rows.noise, Noise):
         return rows.noise
-    seeds, first = rows.noise
-    batch, device, depth = len(tree.parents), seeds.device, tree.depth
-    is_coupled = rows.verifier == "coupled"
     # The first token behind a place has the number of a chain's at its position, others their own.
     offsets = tree.depths[:, 1:] - 1 + (tree.ranks.clip(0) << 32)
-    positions = first.unsqueeze(1) + to_device(offsets, device)
-    accept = uniform_noise(seeds, positions, Stream.ACCEPT)
-    if not is_coupled:
-        return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, vocab_size))
-    positions = first.unsqueeze(1) + torch.arange(depth + 1, device=device)
-    repeated = seeds.repeat_interleave(depth + 1)
-    sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, vocab_size)
-    return Noise(accept, sample.view(batch, depth + 1, -1))
+    given, is_coupled = to_device(offsets, rows.noise.seeds.device), rows.verifier == "coupled"
+    return rows.noise.draw(given, tree.depth, vocab_size, at_each=is_coupled)
 
 
 def _adjust(logits: Tensor, draft: Draft, tree: TokenTree, adjustments: Adjustments) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
-from guided_spec.ops.sampling.rejection import rejection_sample
+from guided_spec.ops.sampling.noise import NoiseKeys
+from guided_spec.ops.sampling.rejection import draw, rejection_sample
 from guided_spec.ops.sampling.tree import verify_tree
 from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise
@@ -37,8 +37,7 @@ def coupled_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted
     Where the row to draw from is all zeros the drawn token is -1. All on one device, no sync.
     """
     num_draft = draft.token_ids.shape[1]
-    best = (target_probs / noise.sample[:, : num_draft + 1]).max(-1)
-    drawn = torch.where(best.values > 0, best.indices, -1)
+    drawn = draw(target_probs, noise.sample[:, : num_draft + 1])
     depth = torch.arange(num_draft + 1, device=drawn.device)
     agrees = (drawn[:, :-1] == draft.token_ids) & (depth[:-1] < draft.num_tokens.unsqueeze(1))
     num_accepted = agrees.long().cumprod(1).sum(1)
@@ -77,15 +76,10 @@ def draw_noise(rows: VerifyRows, num_draft: int, vocab_size: int) -> Noise:
     """The noise of a step whose draft has ``num_draft`` tokens: as given, or what its keys give."""
     if isinstance(rows.noise, Noise):
         return rows.noise
-    seeds, first = rows.noise
-    batch, is_coupled, device = len(seeds), rows.verifier == "coupled", seeds.device
+    is_coupled, device = rows.verifier == "coupled", rows.noise.seeds.device
     if rows.sampling.all_greedy:  # one-hot targets decide alike under any noise
+        batch = len(rows.noise.seeds)
         accept = torch.zeros(batch, num_draft, device=device)
         return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=device))
-    positions = first.unsqueeze(1) + torch.arange(num_draft + 1, device=device)
-    accept = uniform_noise(seeds, positions[:, :-1], Stream.ACCEPT)
-    if not is_coupled:
-        return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, vocab_size))
-    repeated = seeds.repeat_interleave(num_draft + 1)
-    sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, vocab_size)
-    return Noise(accept, sample.view(batch, num_draft + 1, -1))
+    steps = torch.arange(num_draft, device=device).unsqueeze(0)
+    return rows.noise.draw(steps, num_draft, vocab_size, at_each=is_coupled)
