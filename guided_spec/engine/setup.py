@@ -36,7 +36,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import TableWalk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
-from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow
@@ -46,7 +45,7 @@ from guided_spec.ops.sampling.tree import require_tree_verifier
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.ops.table_rows import copy_rows
-from guided_spec.proposers import build_proposer
+from guided_spec.proposers import build_proposer, resolve_auto
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams
 
@@ -188,38 +187,6 @@ def _default_budget(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * CUDA_SHARE)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
-
-
-AUTO = re.compile(r"(?<![^:+])auto(?![^:+])")  # a whole name, in a chain or alone
-
-
-def auto(context: ProposerContext) -> Proposer:
-    """What fits the draft checkpoint, or the target's own, see ``resolve_auto``."""
-    return build_proposer(resolve_auto(f"auto:{context.argument}", context), context)
-
-
-def resolve_auto(spec: str, context: ProposerContext) -> str:
-    """``spec`` with every ``auto`` replaced.
-
-    With a draft: the head's method, found from its checkpoint, ``pard`` or ``draft_model``. Without
-    one: the MTP layers in the target's checkpoint if there are any, else ``ngram``.
-
-    Raises ModelError when a checkpoint cannot be read or is of an unknown kind.
-    """
-    if not AUTO.search(spec):
-        return spec
-    found = _find(context)
-    return AUTO.sub(found, spec).removesuffix(":")
-
-
-def _find(context: ProposerContext) -> str:
-    if context.draft is None:
-        method = None if context.target is None else find_method(None, context.target)
-        return method or "ngram"
-    if isinstance(context.draft, str | Path):
-        method = None if context.target is None else find_method(context.draft, context.target)
-        return method or "draft_model"
-    return "draft_model" if context.draft.config.to_dict().get("pard_token") is None else "pard"
 
 
 DEFAULT_PROPOSER = "chain:grammar_forced+auto"

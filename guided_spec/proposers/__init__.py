@@ -8,9 +8,11 @@ argument: ``chain:grammar_forced+ngram``.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from guided_spec.errors import ConfigError, UnknownProposerError
@@ -20,9 +22,10 @@ if TYPE_CHECKING:  # names are listed where torch is not loaded
 
 Factory: TypeAlias = "Callable[[ProposerContext], Proposer | SimpleProposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
+AUTO = re.compile(r"(?<![^:+])auto(?![^:+])")  # a whole name, in a chain or alone
 
 PROPOSERS: dict[str, str | Factory] = {
-    "auto": "guided_spec.engine.setup:auto",
+    "auto": "guided_spec.proposers:auto",
     "chain": "guided_spec.proposers.chain:Chain",
     "deepseek_mtp": "guided_spec.proposers.learned_head:deepseek_mtp",
     "dflash": "guided_spec.proposers.learned_head:dflash",
@@ -87,3 +90,33 @@ def _import(path: str) -> Factory:
     found: Any = getattr(importlib.import_module(module), attribute)
     factory: Factory = found
     return factory
+
+
+def auto(context: ProposerContext) -> Proposer:
+    """What fits the draft checkpoint, or the target's own, see ``resolve_auto``."""
+    return build_proposer(resolve_auto(f"auto:{context.argument}", context), context)
+
+
+def resolve_auto(spec: str, context: ProposerContext) -> str:
+    """``spec`` with every ``auto`` replaced.
+
+    With a draft: the head's method, found from its checkpoint, ``pard`` or ``draft_model``. Without
+    one: the MTP layers in the target's checkpoint if there are any, else ``ngram``.
+
+    Raises ModelError when a checkpoint cannot be read or is of an unknown kind.
+    """
+    if not AUTO.search(spec):
+        return spec
+    return AUTO.sub(_fitting(context), spec).removesuffix(":")
+
+
+def _fitting(context: ProposerContext) -> str:
+    from guided_spec.models.heads.loading import find_method  # loads torch
+
+    if context.draft is None:
+        method = None if context.target is None else find_method(None, context.target)
+        return method or "ngram"
+    if isinstance(context.draft, str | Path):
+        method = None if context.target is None else find_method(context.draft, context.target)
+        return method or "draft_model"
+    return "draft_model" if context.draft.config.to_dict().get("pard_token") is None else "pard"
