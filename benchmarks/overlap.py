@@ -23,8 +23,9 @@ from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import MaskRows
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
+from guided_spec.models.stock.slots import SlotInputs
 
 CONTEXT = 128
 

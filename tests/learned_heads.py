@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.loading import load_model
+from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.slot_attention import KeyValues
 from tests.models.heads import mtp_checkpoints
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 from guided_spec.config import EngineConfig
@@ -90,8 +90,7 @@ def start_engine(name: str, wanted: Wanted) -> Runner:
     """Load the model into the engine of that name. Raises ConfigError and ModelError."""
     if name not in ENGINES:
         raise ConfigError("engine", name, f"must be one of {', '.join(ENGINES)}")
-    module, _, start = ENGINES[name].partition(":")
-    runner: Runner = getattr(importlib.import_module(module), start)(wanted)
+    runner: Runner = resolve_name(ENGINES[name])(wanted)
     return runner
 
 

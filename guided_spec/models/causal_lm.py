@@ -26,18 +26,6 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.kernels import has_triton
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = [
-    "CausalLM",
-    "PackedForm",
-    "Rows",
-    "SlotInputs",
-    "SlotOutput",
-    "is_packed_on",
-    "kv_bytes_per_token",
-    "largest_context",
-    "state_bytes_per_slot",
-]
-
 PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2
 LONGEST_DRAFT = 16  # tokens of a row that may be taken back, unless more are asked for
@@ -384,20 +372,13 @@ class CausalLM:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token."""
-        if self._slots is not None:
-            return self._slots.cache.bytes_per_token()
-        assert self._packed is not None
-        layers = [buffer for layer in self._packed.key_values for buffer in layer]
-        return sum(buffer.nbytes // (len(buffer) * buffer.shape[2]) for buffer in layers)
+        """Bytes of keys and values of one token; of a stock model."""
+        return self._stock.cache.bytes_per_token()
 
     @property
     def state_bytes_per_slot(self) -> int:
-        """Bytes of linear state of one slot, which does not grow with the text."""
-        if self._slots is not None:
-            return self._slots.cache.state_bytes()
-        assert self._packed is not None
-        return sum(part.nbytes for one in self._packed.states for part in one) // self.num_slots
+        """Bytes of linear state of one slot, which does not grow with the text; of a stock one."""
+        return self._stock.cache.state_bytes()
 
     @property
     def _stock(self) -> StockSlots:
@@ -451,22 +432,6 @@ def _can_be_captured(
 def _stock_slots(model: PreTrainedModel, num_slots: int, max_length: int) -> StockSlots:
     with errors_naming(model, "its layers cannot be kept in slots"):
         return StockSlots(model, num_slots, max_length)
-
-
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one token takes in a slot; runs one token to measure it.
-
-    Raises ModelError as ``CausalLM`` does.
-    """
-    return CausalLM(model, num_slots=1, max_length=1, kernels="stock").kv_bytes_per_token
-
-
-def state_bytes_per_slot(model: PreTrainedModel) -> int:
-    """Bytes of linear state that a slot takes besides; 0 for attention-only models.
-
-    Raises ModelError as ``CausalLM`` does.
-    """
-    return CausalLM(model, num_slots=1, max_length=1, kernels="stock").state_bytes_per_slot
 
 
 def largest_context(text_config: Any) -> int | None:

@@ -7,13 +7,13 @@ argument: ``chain:grammar_forced+ngram``.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, TypeAlias
 
 from guided_spec.errors import ConfigError, UnknownProposerError
 
@@ -82,13 +82,9 @@ def _find(name: str) -> Factory:
             return loaded
         known = ", ".join(proposer_names())
         raise UnknownProposerError("proposer", name, f"must be one of {known}")
-    return _import(factory) if isinstance(factory, str) else factory
-
-
-def _import(path: str) -> Factory:
-    module, _, attribute = path.partition(":")
-    found: Any = getattr(importlib.import_module(module), attribute)
-    factory: Factory = found
+    if isinstance(factory, str):
+        named: Factory = resolve_name(factory)
+        return named
     return factory
 
 

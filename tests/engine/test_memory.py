@@ -16,10 +16,10 @@ from guided_spec.config import EngineConfig
 from guided_spec.engine import setup as memory
 from guided_spec.engine.setup import SlotPlan, plan_slots
 from guided_spec.errors import ConfigError
-from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.host import zeros_on_demand
 from tests.learned_heads import write_head
+from tests.models.tiny import kv_bytes_per_token, state_bytes_per_slot
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model
 
 LENGTH = 64

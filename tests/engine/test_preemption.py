@@ -14,11 +14,11 @@ from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import PackedForm, kv_bytes_per_token
+from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
-from tests.models.tiny import build
+from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 LENGTH = 4 * BLOCK

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
-from guided_spec.models.packed.packed_lm import LineOutput
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.packed_lm import LineOutput, Rows
+from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import MAX_SEED, SamplingParams

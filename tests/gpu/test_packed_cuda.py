@@ -12,7 +12,7 @@ import torch
 from guided_spec import LLM, SamplingParams
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
@@ -22,6 +22,7 @@ from guided_spec.models.packed.graph_pool import SIZES
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.stock.slots import SlotInputs
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.stock.slots import SlotInputs
 
 DRAFT_TOKENS = 4
 CHUNK = 7

@@ -10,14 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import (
-    CausalLM,
-    SlotInputs,
-    kv_bytes_per_token,
-    state_bytes_per_slot,
-)
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.stock.slots import SlotInputs
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
-from tests.models.tiny import ARCHITECTURES, build
+from tests.models.tiny import ARCHITECTURES, build, kv_bytes_per_token, state_bytes_per_slot
 
 VOCAB = 64
 NUM_TOKENS = 20

@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from guided_spec.models.causal_lm import CausalLM
+
 BASE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -155,3 +157,17 @@ def _spread(model: PreTrainedModel) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.25)
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that a token takes in a slot."""
+    return _over_a_slot(model).kv_bytes_per_token
+
+
+def state_bytes_per_slot(model: PreTrainedModel) -> int:
+    """Bytes of linear state that a slot takes besides."""
+    return _over_a_slot(model).state_bytes_per_slot
+
+
+def _over_a_slot(model: PreTrainedModel) -> CausalLM:
+    return CausalLM(model, num_slots=1, max_length=1, kernels="stock")

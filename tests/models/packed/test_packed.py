@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
+from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.mtp import QwenMtpHead
@@ -21,7 +21,9 @@ from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
+from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build

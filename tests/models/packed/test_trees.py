@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.packed_lm import Rows
+from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.host import pad_ids
 from guided_spec.ops.trees.token_tree import TokenTree
 from tests.models.packed.test_packed import FAMILY, STOCK, VOCAB, make
