@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import Proposer, from_propose
+from guided_spec.core import PromptPiece, Proposer, from_propose
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.engine.target import SlotTarget
 from guided_spec.grammar.backends.auto import BackendChoice
@@ -89,7 +89,7 @@ def head_reader() -> Callable[[], None]:
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
 
     def read() -> None:
-        target.prefill([0], [0], [prompt[:-1]])
+        target.read([PromptPiece(0, 0, prompt[:-1])])
         head.begin(replace(batch, features=target.take_features([0])), lookahead)
 
     return read

@@ -263,7 +263,7 @@ class Engine:
         else:
             left = [request.num_unread for request in unread]
             for members, width in group_prompts(left, self.config.prefill_tokens):
-                self._read_prompts([unread[at] for at in members], width)
+                self._read([_next_piece(unread[at], width) for at in members])
         self._begin_decoding(rows)
         return along
 
@@ -274,29 +274,26 @@ class Engine:
         if num_decoding:
             budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
         pieces = self._next_pieces(unread, budget)
-        if self._decode_along(pieces) or num_decoding:
+        for piece in [piece for piece in pieces if self._decodes_along(piece)]:
+            piece.request.state = State.DECODE
+        if self._scheduler.running(State.DECODE):
             return pieces
         if pieces:
-            self._target.read([piece.tokens for piece in pieces])
-            self._have_read(pieces)
+            self._read(pieces)
         return []
 
-    def _decode_along(self, pieces: Sequence[Piece]) -> bool:
-        """Whether texts decode in this step whose prompts end with these pieces.
+    def _decodes_along(self, piece: Piece) -> bool:
+        """Whether a text decodes in the step that reads the last piece of its prompt.
 
         One forward then reads a prompt and gives the first token, which no head drafts for.
         """
-        whole = [
-            request
-            for request, tokens in pieces
-            if tokens.start + len(tokens.token_ids) == len(request.text.tokens) - 1
+        request, tokens = piece
+        return (
+            tokens.start + len(tokens.token_ids) == len(request.text.tokens) - 1
             and request.after_prompt is State.DECODE
             and self._may_begin_undrafted(request)
             and not self._is_awaited(request)
-        ]
-        for request in whole:
-            request.state = State.DECODE
-        return bool(whole)
+        )
 
     def _may_begin_undrafted(self, request: Request) -> bool:
         """Whether its text is the same where no head drafts for its first token.
@@ -323,14 +320,13 @@ class Engine:
                 break
             if not self._take_prefix(request, reads):
                 continue
-            start, slot = request.num_cached, request.text.slot
-            end = start + min(budget, request.num_unread)
-            if not self._grow(request, end):
+            piece = _next_piece(request, budget)
+            count = len(piece.tokens.token_ids)
+            if not self._grow(request, request.num_cached + count):
                 break
-            budget -= end - start
-            tokens = PromptPiece(slot, start, request.text.tokens[start:end])
-            pieces.append(Piece(request, tokens))
-            reads[request.number] = end
+            budget -= count
+            pieces.append(piece)
+            reads[request.number] = request.num_cached + count
         # Who came last may have had to go for the others.
         return [piece for piece in pieces if piece.request.state is State.PREFILL]
 
@@ -384,6 +380,10 @@ class Engine:
                 told.append(BegunPrompt(text.slot, text.tokens, request.num_cached, states))
         return told
 
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        self._target.read([piece.tokens for piece in pieces])
+        self._have_read(pieces)
+
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
             request.num_cached += len(tokens.token_ids)
@@ -414,13 +414,6 @@ class Engine:
             if request.state is State.PREFILL and not request.num_unread:
                 request.state = request.after_prompt
                 self._hand_on(request)
-
-    def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
-        starts = [request.num_cached for request in rows]
-        chunks = [r.text.tokens[r.num_cached : r.num_cached + width][: r.num_unread] for r in rows]
-        self._target.prefill([request.text.slot for request in rows], starts, chunks)
-        for request, chunk in zip(rows, chunks, strict=True):
-            request.num_cached += len(chunk)
 
     def _shares_prefill(self, request: Request) -> bool:
         """Whether the request takes its prompt from another one, now or once that is read."""
@@ -526,6 +519,13 @@ class Engine:
             if request.state is State.DECODE:
                 self._remember(request, len(request.text.tokens) - 1)
         self._begin_decoding([piece.request for piece in along])
+
+
+def _next_piece(request: Request, most: int) -> Piece:
+    """Up to ``most`` tokens of what is not read of a request."""
+    start = request.num_cached
+    end = start + min(most, request.num_unread)
+    return Piece(request, PromptPiece(request.text.slot, start, request.text.tokens[start:end]))
 
 
 def _count(

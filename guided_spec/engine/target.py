@@ -154,15 +154,6 @@ class SlotTarget:
         """See ``speculative_step``."""
         return self._model.is_packed and self._model.device.type == "cuda"
 
-    def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
-        """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
-        counts = [len(row) for row in tokens]
-        inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
-        output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
-        self._model.commit(counts)
-        if output.hidden_states is not None:
-            self._states.add(slots, counts, output.hidden_states)
-
     def share_prefill(self, source: int, slot: int, length: int) -> None:
         """Give ``slot`` the first ``length`` tokens of ``source``.
 
@@ -201,9 +192,18 @@ class SlotTarget:
         return TargetOutput(found.logits, found.hidden_states)
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
-        """Read prompts by a forward of their own; of a packed model."""
-        line = _Line.of(Rows((), (), ()), prompts)
-        self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
+        """Read prompts by a forward of their own; a stock model pads them to the longest one."""
+        if self._model.is_packed:
+            line = _Line.of(Rows((), (), ()), prompts)
+            self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
+            return
+        slots, starts, tokens = zip(*prompts, strict=True)
+        counts = [len(row) for row in tokens]
+        inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
+        output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
+        self._model.commit(counts)
+        if output.hidden_states is not None:
+            self._states.add(slots, counts, output.hidden_states)
 
     def _read_apart(self, rows: Rows, prompts: Sequence[PromptPiece]) -> Sequence[PromptPiece]:
         """Read now what cannot be in one row with a draft; returns the other prompts.

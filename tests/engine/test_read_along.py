@@ -89,7 +89,7 @@ def test_the_texts_are_the_same(
     separate = reads["alone"]
     reads.clear()
     monkeypatch.setattr(engine, "tokens_along", lambda *_: 0)
-    monkeypatch.setattr(engine.Engine, "_decode_along", lambda *_: False)
+    monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
     assert reads["along"] == 0
     assert reads["alone"] > separate
@@ -136,7 +136,7 @@ def test_long_prompts_are_read_in_pieces(
 ) -> None:
     """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
     monkeypatch.setattr(engine, "tokens_along", lambda *_: 2)
-    monkeypatch.setattr(engine.Engine, "_decode_along", lambda *_: False)  # the first ones
+    monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)  # the first ones
     found = write(headed, "eagle3", PARAMS, kernels="packed")
     assert reads["most along"] == 2
     assert reads["most alone"] > 2
@@ -186,7 +186,7 @@ def test_a_prompt_and_its_first_token_take_one_forward(
         found.append(output.completions[0].token_ids)
         counts.append(Counter(reads))
         reads.clear()
-        monkeypatch.setattr(engine.Engine, "_decode_along", lambda *_: False)
+        monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)
     assert found[0] == found[1]
     is_drafted = proposer == "eagle3" and verifier == "rejection" and temperature > 0
     assert [count["alone"] for count in counts] == [int(is_drafted), 1]
@@ -199,13 +199,13 @@ def test_so_they_do_beside_others(
 ) -> None:
     found = write(headed, "none", FREE, kernels="packed")
     assert reads["alone"] == 0
-    forwards, decode_along = reads["forwards"], engine.Engine._decode_along
+    forwards, decodes_along = reads["forwards"], engine.Engine._decodes_along
 
-    def while_nobody_decodes(self: Any, pieces: Any) -> bool:
+    def while_nobody_decodes(self: Any, piece: Any) -> bool:
         is_alone = not self._scheduler.running(State.DECODE)
-        return is_alone and decode_along(self, pieces)
+        return is_alone and decodes_along(self, piece)
 
-    monkeypatch.setattr(engine.Engine, "_decode_along", while_nobody_decodes)
+    monkeypatch.setattr(engine.Engine, "_decodes_along", while_nobody_decodes)
     reads.clear()
     assert tokens(write(headed, "none", FREE, kernels="packed")) == tokens(found)
     assert forwards < reads["forwards"]
