@@ -116,11 +116,7 @@ class PackedForm(NamedTuple):
                 if not _can_be_captured(decoder, memory, tables):
                     return None
                 tried = PackedLM(decoder, memory, tables)
-                trial.check_packed(
-                    lambda i, kind: tried.forward(
-                        i.token_ids, Rows(i.slots, i.starts, i.counts), kind
-                    )
-                )
+                trial.check_packed(tried.forward)
         except ModelError as error:
             if kernels == "packed":
                 raise
@@ -239,9 +235,8 @@ class CausalLM:
         """
         if self._packed is not None:
             check_layers(hidden_layers, len(self._packed.memory))
-            rows = Rows(inputs.slots, inputs.starts, inputs.counts)
             self._counts = inputs.counts
-            return self._packed.forward(inputs.token_ids, rows, logits, hidden_layers)
+            return self._packed.forward(inputs, logits, hidden_layers)
         return self._stock.forward(inputs, logits, hidden_layers)
 
     @torch.inference_mode()

@@ -53,9 +53,7 @@ class TargetEnds:
         weight = getattr(self._head, "weight", None)
         return _plain_rows(weight, token_ids, width)
 
-    def without_copies(
-        self, tensors: Mapping[str, Tensor], *, output: bool = True
-    ) -> dict[str, Tensor]:
+    def without_copies(self, tensors: Mapping[str, Tensor], *, output: bool) -> dict[str, Tensor]:
         """The tensors of a head, but for an ``embed_tokens.weight`` that is the target's own.
 
         It may be rounded to another dtype. What a head was trained with, and shares, needs no

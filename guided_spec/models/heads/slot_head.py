@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.ops.host import pad_ids, to_device
 
@@ -94,9 +95,7 @@ class SlotHead:
         self._marks = [0] * num_slots
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         for module in range(depth):
-            self._forward(
-                self._tokens[:1, :1], self._trail[:1, :1], module, StepRows([0], [0], [0])
-            )
+            self._forward(self._tokens[:1, :1], self._trail[:1, :1], module, Rows([0], [0], [0]))
 
     def length(self, slot: int) -> int:
         """Verified positions that were read into the slot; 0: nothing to draft from."""
@@ -207,7 +206,7 @@ class SlotHead:
         if count == 0:
             return first
         starts = [self._lengths[slot] for slot in slots]
-        rows = StepRows([*slots], starts, [count] * len(slots))
+        rows = Rows([*slots], starts, [count] * len(slots))
         return torch.cat([first, self._forward(token_ids, hidden, 0, rows)], 1)
 
     def _next_module(self, slot: int) -> tuple[int, int]:
@@ -241,7 +240,7 @@ class SlotHead:
                 break  # the text is still too short for this module
             fed = [max(0, count - skip) for count in counts]
             places = [max(0, start - module) for start in starts]
-            hidden = self._forward(ids[:, skip:], hidden, module, StepRows(slots, places, fed))
+            hidden = self._forward(ids[:, skip:], hidden, module, Rows(slots, places, fed))
             last.append(_at(hidden, fed))
         self._last[: len(last), index] = torch.stack(last)
         self._hidden[index] = last[0]
@@ -254,7 +253,7 @@ class SlotHead:
         # It has been fed up to the last verified position by then, whatever number it has.
         starts = [self._lengths[slot] + self._depths[slot] - last for slot in slots]
         hidden = self._hidden[index].unsqueeze(1)
-        rows = StepRows(slots, starts, [1] * len(slots))
+        rows = Rows(slots, starts, [1] * len(slots))
         self._hidden[index] = self._forward(token_ids.unsqueeze(1), hidden, last, rows)[:, 0]
 
     def _append_by_module(
@@ -269,12 +268,12 @@ class SlotHead:
         before = self._last[module - 1, index].unsqueeze(1)
         hidden = torch.cat([before, self._trail[index, : module - 1]], 1)[:, skip:]
         starts = [max(0, self._lengths[slot] - module) for slot in slots]
-        rows = StepRows(slots, starts, [module - skip] * len(slots))
+        rows = Rows(slots, starts, [module - skip] * len(slots))
         hidden = self._forward(self._tokens[index, skip:module], hidden, module, rows)
         self._trail[index, skip:module] = hidden
         self._hidden[index] = hidden[:, -1]
 
-    def _forward(self, token_ids: Tensor, hidden: Tensor, module: int, rows: StepRows) -> Tensor:
+    def _forward(self, token_ids: Tensor, hidden: Tensor, module: int, rows: Rows) -> Tensor:
         plan = StepPlan(
             rows.slots,
             rows.starts,
@@ -300,14 +299,6 @@ class SlotHead:
         if self._indexed is None or self._indexed[0] != key:
             self._indexed = (key, to_device(key, self._device))
         return self._indexed[1]
-
-
-class StepRows(NamedTuple):
-    """[R] slots, tokens already in each, and real tokens fed to each."""
-
-    slots: list[int]
-    starts: list[int]
-    counts: list[int]
 
 
 def _at(hidden: Tensor, counts: Sequence[int]) -> Tensor:

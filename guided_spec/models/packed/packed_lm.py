@@ -22,7 +22,7 @@ from guided_spec.models.packed.blocks import BLOCK, Alike, Tables
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
-from guided_spec.models.stock.slots import LogitsKind, SlotOutput
+from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
@@ -269,15 +269,12 @@ class PackedLM:
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 
     def forward(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        logits: LogitsKind,
-        layers: tuple[int, ...] = (),
+        self, inputs: SlotInputs, logits: LogitsKind, layers: tuple[int, ...] = ()
     ) -> SlotOutput:
-        """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
-        batch, width = token_ids.shape
-        rows = rows._replace(counts=[min(count, width) for count in rows.counts])
+        """``forward_line`` of the rows' own tokens; see ``CausalLM.forward``."""
+        token_ids, slots, starts, counts = inputs
+        width = token_ids.shape[1]
+        rows = Rows(slots, starts, [min(count, width) for count in counts])
         index = to_device(rows.places_in(width), token_ids.device)
         (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
         if logits == "last":

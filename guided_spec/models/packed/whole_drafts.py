@@ -149,8 +149,8 @@ class WholeDrafts:
         picker: Picker,
         slots: Sequence[int],
         count: int,
-        given: Tensor | None = None,
-        beside: Callable[[], None] | None = None,
+        given: Tensor | None,
+        beside: Callable[[], None] | None,
     ) -> None:
         """Draft ``count`` tokens that ``picker`` picks.
 
