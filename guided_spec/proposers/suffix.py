@@ -131,19 +131,6 @@ class SuffixCounts:
         self._root = _Node(_NOTHING, 0)
         self._root.followers = {}
 
-    def count(self, run: Sequence[int]) -> int:
-        """How often ``run`` stands in the texts, 1 to ``longest`` + 1 tokens."""
-        node = self._root
-        for depth, token in enumerate(run):
-            if node.followers is None:
-                rest = [*run[depth:]]
-                return int(node.text[node.at : node.at + len(rest)] == rest)
-            follower = node.followers.get(token)
-            if follower is None:
-                return 0
-            node = follower
-        return node.count
-
     def append(self, text: CountedText, token_ids: Sequence[int]) -> None:
         """Let a text go on; one that is empty begins here."""
         tokens, root, longest = text.tokens, self._root, self._longest

@@ -21,6 +21,7 @@ from guided_spec.proposers.suffix import (
     Learned,
     Suffix,
 )
+from tests.proposers.test_suffix_counts import count_of
 from tests.toys import ToyCompiled, text_rule, toy_batch, toy_context
 
 KIND = ("grammar", None)
@@ -169,12 +170,12 @@ def test_of_a_long_text_the_end_is_kept() -> None:
     for _ in range(OWN_TOKENS // READ_AT_ONCE):
         propose_raw(proposer, text)
     counts = proposer._own[0].counts
-    assert [counts.count([token]) for token in (2, 5, 4)] == [1, OWN_TOKENS - 4, 1]
+    assert [count_of(counts, [token]) for token in (2, 5, 4)] == [1, OWN_TOKENS - 4, 1]
     text += [4]
     for _ in range(OWN_TOKENS // READ_AT_ONCE):
         propose_raw(proposer, text)
     counts = proposer._own[0].counts
-    assert [counts.count([token]) for token in (2, 5, 4)] == [0, OWN_TOKENS // 2 - 2, 2]
+    assert [count_of(counts, [token]) for token in (2, 5, 4)] == [0, OWN_TOKENS // 2 - 2, 2]
 
 
 def propose_raw(proposer: Suffix, context: list[int]) -> None:
@@ -207,7 +208,7 @@ def test_what_is_learned_has_a_bound_and_the_least_recently_used_goes_first(
             counts = learned._groups.get(asked)
             for token in range(3):
                 expected = sum(own.count(token) for source, own in kept if source == asked)
-                found = 0 if counts is None else counts.counts.count([token])
+                found = 0 if counts is None else count_of(counts.counts, [token])
                 assert found == expected
 
 

@@ -157,10 +157,6 @@ class Blocks:
         shape = (self.num_blocks + 1, heads, BLOCK, size)
         return KeyValues(zeros_on_demand(like, shape), zeros_on_demand(like, shape))
 
-    def length(self, slot: int) -> int:
-        """Positions that the slot has blocks for."""
-        return len(self._slots[slot].blocks) * BLOCK
-
     def num_taken(self, slot: int) -> int:
         """Positions that ``start`` found for the slot's text."""
         return self._slots[slot].num_taken
