@@ -70,18 +70,12 @@ class PackedForm(NamedTuple):
 
     def allocate(self, blocks: Blocks, num_slots: int, longest_draft: int) -> list[LayerStates]:
         """[L]: memory in the blocks, and states of the slots; see ``DeltaStates``."""
-        states = self.states(num_slots, longest_draft)
         allocated = [None if one is None else blocks.allocate(*one) for one in self.layers]
-        return _joined(allocated, states)
+        return _joined(allocated, self.decoder.states(num_slots, longest_draft))
 
     def state_bytes(self, longest_draft: int) -> int:
         """Bytes of linear state of one slot; 0 where no layer keeps any."""
-        kept = [one for one in self.states(1, longest_draft) if one is not None]
-        return sum(part.nbytes for one in kept for part in one)
-
-    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates | None]:
-        """[L]: empty ones of the layers that keep a state a slot."""
-        return _states(self.decoder, len(self.layers), num_slots, longest_draft)
+        return sum(part.nbytes for one in self.decoder.states(1, longest_draft) for part in one)
 
     @classmethod
     @torch.inference_mode()
@@ -110,8 +104,7 @@ class PackedForm(NamedTuple):
                     decoder = StockDecoder.of(model, max_length)
                 if decoder is None:
                     return None
-                states = _states(decoder, len(known), TRIAL_SLOTS, LONGEST_DRAFT)
-                memory = _joined(known, states)
+                memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
                 if not _can_be_captured(decoder, memory, tables):
                     return None
@@ -381,21 +374,10 @@ class CausalLM:
         return self._slots
 
 
-def _states(
-    decoder: PackedDecoder | StockDecoder, num_layers: int, num_slots: int, longest_draft: int
-) -> list[DeltaStates | None]:
-    if isinstance(decoder, PackedDecoder):
-        return decoder.states(num_slots, longest_draft)
-    return [None] * num_layers
-
-
-def _joined(
-    memory: Sequence[KeyValues | None], states: Sequence[DeltaStates | None]
-) -> list[LayerStates]:
-    """Of each layer the one that there is."""
-    pairs = zip(memory, states, strict=True)
-    found = [kept if state is None else state for kept, state in pairs]
-    return [one for one in found if one is not None]
+def _joined(memory: Sequence[KeyValues | None], states: Sequence[DeltaStates]) -> list[LayerStates]:
+    """[L]: the memory of each layer, and the states in the places of those that have none."""
+    left = iter(states)
+    return [next(left) if kept is None else kept for kept in memory]
 
 
 def _can_be_captured(

@@ -105,6 +105,8 @@ class PackedDecoder:
     model: of the family. max_length: tokens of a text. windows: [L] of the layers' attention.
     """
 
+    runs_as = "packed forwards"
+
     def __init__(
         self, model: PreTrainedModel, max_length: int, windows: Sequence[int | None]
     ) -> None:
@@ -169,17 +171,16 @@ class PackedDecoder:
         captured = [normed if index < 0 else inputs[index] for index in hidden_layers]
         return PackedOutput(normed, torch.cat(captured, -1) if captured else None)
 
-    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates | None]:
-        """[L]: empty states of the layers that keep one a slot; None of those that attend.
+    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
+        """Empty states of the layers that keep one a slot, in their order.
 
         longest_draft: see ``DeltaStates``.
         """
         like = self._embed.weight.detach().new_empty(0)
         return [
             DeltaStates.empty(layer.shape, num_slots, longest_draft, like)
-            if isinstance(layer, PackedDelta)
-            else None
             for layer in self._layers
+            if isinstance(layer, PackedDelta)
         ]
 
     def logits(self, states: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class PackedExperts:
 
     def __init__(self, block: Any) -> None:
         is_gpt_oss = type(block) is GptOssMLP
-        self._block, self._experts = block, block.experts
+        self._feed_many, self._experts = _stock_mlp(block), block.experts
         router: Any = block.router if is_gpt_oss else block.gate
         self._count, self._has_shared = int(router.top_k), type(block) in SHARING
         gates = [router, block.shared_expert_gate] if self._has_shared else [router]
@@ -278,9 +278,7 @@ class PackedExperts:
         if not self._are_few(states):
             # It must choose by itself: nothing but kernels may go by what a kernel chose, because
             # kernels that are compiled ahead choose anything.
-            found = self._block(states.unsqueeze(0))
-            output: Tensor = found[0] if isinstance(found, tuple) else found
-            return output.view(states.shape)
+            return self._feed_many(states)
         logits = functional.linear(states, self._router_weight, self._router_bias)
         routes = route(
             logits,

@@ -225,9 +225,7 @@ class PackedLM:
     @property
     def runs_as(self) -> str:
         """What computes, in words."""
-        if isinstance(self._decoder, PackedDecoder):
-            return "packed forwards"
-        return "stock modules over blocks"
+        return self._decoder.runs_as
 
     def forward_line(
         self,

@@ -35,6 +35,7 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
+from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
 SLOT_ATTENTION = "guided_spec_slots"
@@ -171,6 +172,8 @@ PROBE = (1, 2, 3, 5)  # token ids
 class StockDecoder:
     """See the module's docstring; made by ``of``. It has the methods of ``PackedDecoder``."""
 
+    runs_as = "stock modules over blocks"
+
     def __init__(self, model: PreTrainedModel) -> None:
         stock: Any = model
         self._config = model.config
@@ -222,6 +225,11 @@ class StockDecoder:
             )
         hidden = torch.cat(captured, -1)[0] if captured else None
         return PackedOutput(output.last_hidden_state[0], hidden)
+
+    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
+        """None: all of its layers attend."""
+        del num_slots, longest_draft
+        return []
 
     def logits(self, states: Tensor) -> Tensor:
         """See ``PackedDecoder.logits``."""
