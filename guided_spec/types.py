@@ -186,6 +186,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _read_list("stop", self.stop))
         stops = _read_list("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stops)
+        _require_switches(self.complete, ignore_eos=self.ignore_eos, echo=self.echo)
         require_int("max_tokens", self.max_tokens, low=1)
         require_int("top_k", self.top_k, low=0)
         require_int("n", self.n, low=1)
@@ -278,6 +279,14 @@ def _require_range(name: str, value: object, *, low: float, high: float) -> None
         raise ConfigError(name, value, "must be a number")
     if not low <= value <= high:  # also refuses NaN
         raise ConfigError(name, value, f"must be between {low:g} and {high:g}")
+
+
+def _require_switches(complete: object, **switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(name, value, "must be True or False")
+    if complete is not None and not isinstance(complete, bool):
+        raise ConfigError("complete", complete, "must be True, False or None")
 
 
 def _require_cache_and_policy(salt: object, policy: object) -> None:

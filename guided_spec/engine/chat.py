@@ -361,6 +361,8 @@ class Chat:
 def _params(options: ChatOptions, rules: ToolRules, reader: _Reader) -> SamplingParams:
     """The sampling parameters, with the grammar that the tools or the response format make."""
     params = options.get("params") or SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ConfigError("params", params, "must be a SamplingParams")
     if params.echo:
         raise ConfigError("params.echo", params.echo, "a chat returns the answer; leave it out")
     response_format = options.get("response_format")

@@ -48,7 +48,7 @@ from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.runner import Runner, Wanted, start_engine
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
@@ -375,8 +375,10 @@ class LLM:
     def compile(self, grammars: Iterable[GrammarSpec | Any]) -> None:
         """Compile grammars ahead of the requests that use them; broken ones are left to those.
 
-        grammars: as ``GrammarSpec.of`` takes them.
+        grammars: as ``GrammarSpec.of`` takes them. Raises ConfigError for what is no list of these.
         """
+        if isinstance(grammars, Mapping) or not isinstance(grammars, Iterable):
+            raise ConfigError("grammars", grammars, "must be a list of grammars, or of one")
         wait([self._grammars.submit(GrammarSpec.of(grammar)) for grammar in grammars])
 
     def close(self) -> None:

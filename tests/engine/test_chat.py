@@ -233,6 +233,7 @@ JSON = {"type": "json_object"}
         (TOOLS, options(TEMPLATES["hermes"], response_format=JSON), "tools bring a grammar"),
         (None, options(TEMPLATES["hermes"], response_format=JSON, params=GRAMMAR), "leave one"),
         (None, options(TEMPLATES["hermes"], params=SamplingParams(echo=True)), "params.echo"),
+        (None, options(TEMPLATES["hermes"], params={"echo": True}), "must be a SamplingParams"),
         (None, {"tool_chioce": "auto"}, "tool_chioce=.*tool_choice"),
         (["x"], options(TEMPLATES["hermes"]), r"tools\[0\]='x'"),
         ([lambda on: on], options(TEMPLATES["hermes"]), "docstring"),

@@ -256,6 +256,20 @@ def test_a_list_that_is_none(name: str) -> None:
         SamplingParams(**given)
 
 
+@pytest.mark.parametrize("name", ["ignore_eos", "echo", "complete"])
+def test_a_switch_is_a_bool(name: str) -> None:
+    given: dict[str, Any] = {name: "no"}
+    with pytest.raises(ConfigError, match=f"{name}='no': must be True"):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize("grammars", [GOOD.grammar, {"type": "string"}, int])
+def test_grammars_are_compiled_as_a_list(llm: LLM, grammars: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^grammars=.*: must be a list"):
+        llm.compile(grammars)
+    llm.compile([grammars])
+
+
 @pytest.mark.parametrize("model", [3, {"model": "llama"}, [1]])
 def test_a_model_that_is_none(model: Any) -> None:
     with pytest.raises(ConfigError, match="must be a hub id, a folder, or a loaded model"):
