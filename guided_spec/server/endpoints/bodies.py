@@ -90,6 +90,11 @@ class SamplingBody(_Body):
 
     metadata: Any = None
 
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream is to say how many tokens it took."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""

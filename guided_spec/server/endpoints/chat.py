@@ -22,6 +22,7 @@ from guided_spec.server.endpoints.replies import (
     ChatChunkChoice,
     ChatChunkReply,
     ChatReply,
+    CountedChatChunkReply,
     Delta,
     FinishReason,
     MessageReply,
@@ -123,6 +124,7 @@ class ChatAnswer:
         self._body = body
         self._run = ChatRun(service, body)
         self._traces = SampleTraces(service, body.trace)
+        self._piece = CountedChatChunkReply if body.includes_usage else ChatChunkReply
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -155,10 +157,9 @@ class ChatAnswer:
                 trace = self._traces.piece(at, chunk)
                 for piece in self._pieces(streams[at].feed(chunk), trace):
                     yield piece
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._body.includes_usage:
             fields = {**self._head, "choices": [], "usage": self._run.usage}
-            yield event(ChatChunkReply.model_validate(fields))
+            yield event(self._piece.model_validate(fields))
 
     def _choice(self, index: int, answer: ChatCompletion, completion: Completion) -> ChatChoice:
         calls = [
@@ -210,7 +211,7 @@ class ChatAnswer:
 
     def _event(self, index: int, delta: Delta, **fields: Any) -> bytes:
         choice = ChatChunkChoice(index=index, delta=delta, **fields)
-        return event(ChatChunkReply.model_validate({**self._head, "choices": [choice]}))
+        return event(self._piece.model_validate({**self._head, "choices": [choice]}))
 
 
 def finish_reason(reason: str) -> FinishReason:

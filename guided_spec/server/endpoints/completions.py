@@ -17,6 +17,7 @@ from guided_spec.server.endpoints.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    CountedCompletionReply,
     SampleTraces,
     TextOffsets,
     Usage,
@@ -44,6 +45,7 @@ class CompletionAnswer:
         self._prompts = _listed(body.prompt)
         self._n = body.n or 1
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # of each choice
+        self._piece = CountedCompletionReply if body.includes_usage else CompletionReply
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -76,10 +78,9 @@ class CompletionAnswer:
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 yield self._event(chunk)
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._body.includes_usage:
             fields = {**self._head, "choices": [], "usage": self._usage}
-            yield event(CompletionReply.model_validate(fields))
+            yield event(self._piece.model_validate(fields))
 
     @property
     def _usage(self) -> Usage:
@@ -131,7 +132,7 @@ class CompletionAnswer:
             finish_reason=None if last is None else finish_reason(last.finish_reason),
             trace=self._traces.piece(index, chunk),
         )
-        return event(CompletionReply.model_validate({**self._head, "choices": [choice]}))
+        return event(self._piece.model_validate({**self._head, "choices": [choice]}))
 
 
 def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:

@@ -169,6 +169,12 @@ class ChatChunkReply(BaseModel):
     usage: Usage | None = absent()
 
 
+class CountedChatChunkReply(ChatChunkReply):
+    """The same where the request asks for usage: each piece has the field."""
+
+    usage: Usage | None = None
+
+
 class CompletionLogprobs(BaseModel):
     """In step with the tokens. text_offset: in characters of the choice's text.
 
@@ -201,6 +207,12 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = absent()
+
+
+class CountedCompletionReply(CompletionReply):
+    """A piece of a stream where the request asks for usage: each has the field."""
+
+    usage: Usage | None = None
 
 
 class OutputText(BaseModel):

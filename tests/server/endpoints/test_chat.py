@@ -47,6 +47,24 @@ def test_a_streamed_answer_is_the_same(client: openai.OpenAI) -> None:
     assert len(chunks) > 4
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_each_piece_has_the_usage_that_is_asked_for(
+    served: Running, path: str, *, is_asked: bool
+) -> None:
+    """As OpenAI has it: None on all pieces but the last."""
+    asks = {"prompt": "The name is"} if path == "/v1/completions" else {"messages": ASK}
+    options = {"stream_options": {"include_usage": is_asked}, "stream": True, "max_tokens": 9}
+    lines = served.post(path, {**asks, **options}).text.split("\n\n")
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert len(pieces) > 2
+    if not is_asked:
+        assert not any("usage" in piece for piece in pieces)
+        return
+    assert [piece["usage"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1]["usage"]["completion_tokens"] == 9
+
+
 def test_the_client_s_own_stream_of_a_parsed_answer(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(**CREATE, response_format=Contact) as stream:
         kinds = {event.type for event in stream}
