@@ -6,7 +6,8 @@ and brought back by rollback, because forking copies the whole history while rol
 The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
 fork has seen most of them in its draft; the original reads them all. Where they do not end the
 text, both may do so later, while the next step runs on the device, and behind some steps more where
-a table says where the text stands.
+a table says where the text stands. Nobody asks for the fork there: once somebody does, and many
+tokens have passed, it is made anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from guided_spec.grammar.tables.token_table import TablePlace
 
 _LOG = logging.getLogger(__name__)
 
-# Tokens after which the matchers of a text in its table read all the same: many at once cost each
+# Tokens after which the original of a text in its table reads all the same: many at once cost each
 # less, and too many would hold up the other texts.
 MOST_UNREAD = 64
 # A fork that is further behind is made anew, unless the text is as long as to copy it costs more:

@@ -144,10 +144,11 @@ class TablePlace:
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Go on by some tokens; False where they leave the table, or end the text."""
-        states = self.table.states(self.state, token_ids)
-        if len(states) < len(token_ids):
+        count, states = len(token_ids), self.table.states(self.state, token_ids)
+        if len(states) < count:
             return False
-        self.state = states[-1] if states else self.state
-        self.spare -= len(token_ids)
-        self.room -= len(token_ids)
+        if states:
+            self.state = states[-1]
+        self.spare -= count
+        self.room -= count
         return True
