@@ -141,10 +141,14 @@ class GuidedText:
         is_stopped: called with each token, but one that ends the text anyway; whether the text ends
             there, at a stop string perhaps.
 
-        Tokens behind one that ends the text are dropped. Sets ``ended`` and ``error``.
+        Tokens behind one that ends the text are dropped, by its constraint too. Sets ``ended`` and
+        ``error``.
         """
         start = len(self.tokens)
         reason = self._take(committed.token_ids, is_stopped)
+        if self.constraint is not None:
+            taken = len(self.tokens) - start
+            self.constraint.take_back(len(committed.token_ids) - taken)
         if reason is not None:
             self.end(reason)
         elif committed.error is not None:

@@ -301,8 +301,7 @@ class Request:
             self.stats.resyncs = constraint.resyncs
             self.stats.tabled = constraint.num_tabled
             self.stats.ends_lost |= int(constraint.has_lost_end)
-            # A stop string may have dropped what was committed last.
-            self.stats.steered = sum(at < len(output_ids) for at in constraint.steered)
+            self.stats.steered = len(constraint.steered)
         self.stats.stop()
         logprobs = None if params.logprobs is None else self._logprobs
         is_complete = error is None and self._is_whole(reason)

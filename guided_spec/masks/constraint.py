@@ -190,6 +190,20 @@ class Constraint:
         self.committed.extend(token_ids)
         return list(token_ids)
 
+    def take_back(self, count: int) -> None:
+        """The last ``count`` committed tokens are no part of the text: it ended before them."""
+        if count == 0 or self._read_committed() is not None:
+            return
+        length = len(self.committed) - count
+        del self.committed[length:]
+        self._num_read = self._num_fork_read = length
+        self._fork.rollback_to(0)
+        for matcher in (self._original, self._fork.matcher):
+            matcher.rollback(count)
+        self._place = None
+        self.steered = [at for at in self.steered if at < length]
+        self.is_terminated = self._original.is_terminated()
+
     def catch_up(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 

@@ -160,6 +160,22 @@ def test_a_stop_string_leaves_no_whole_text(llm: LLM) -> None:
     assert (output.text, output.finish_reason, output.is_complete) == ("", "stop", False)
 
 
+@pytest.mark.parametrize("tables", ["off", "always"])
+@pytest.mark.parametrize("proposer", ["none", "grammar_forced"])
+def test_what_stands_behind_a_stop_token_does_not_count(proposer: str, tables: str) -> None:
+    """A step may accept a whole text of the grammar, of which the stop token leaves the half."""
+    spec = GrammarSpec.regex("abcdefgh")
+    with make_llm("llama", proposer, grammar_tables=tables) as llm:
+        for stop in ({"stop": "d"}, {"stop_token_ids": llm.encode("d")}):
+            params = SamplingParams(max_tokens=20, grammar=spec, **stop)
+            completion = llm.generate("A", params)[0].completions[0]
+            assert (completion.text, completion.finish_reason) == ("abc", "stop")
+            assert not completion.is_complete
+            assert completion.stats.tabled == (
+                len(completion.token_ids) if tables == "always" else 0
+            )
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_values(llm: LLM, echo: bool) -> None:  # noqa: FBT001
     params = SamplingParams(max_tokens=60, grammar=Cat, echo=echo)

@@ -89,6 +89,27 @@ def test_tokens_after_the_end_are_dropped() -> None:
     assert constraint.committed == [0, EOS]
 
 
+@given(st.integers(0, 5), PICKS, PICKS, st.booleans())
+def test_tokens_that_are_taken_back_were_never_there(
+    seed: int,
+    kept: list[int],
+    picks: list[int],
+    is_late: bool,  # noqa: FBT001
+) -> None:
+    """Whether the matchers have read them or not."""
+    tokens = legal_walk(seed, [*kept, *picks])
+    count = max(len(tokens) - len(kept), 0)
+    constraint = Constraint(ToyCompiled(hashed_rule(seed)), [EOS])
+    for token in tokens:
+        (constraint.commit_ahead if is_late else constraint.commit)([token])
+    constraint.take_back(count)
+    assert constraint.committed == tokens[: len(tokens) - count]
+    assert constraint.catch_up() is None
+    original, ahead = matchers(constraint)
+    assert original.tokens == ahead.tokens == constraint.committed
+    assert constraint.is_terminated == (EOS in constraint.committed)
+
+
 def test_a_refused_commit_raises() -> None:
     constraint = Constraint(ToyCompiled(text_rule([b"abc"])))
     constraint.commit([0])
