@@ -410,7 +410,7 @@ class ProposerContext:
     device, dtype: where and in what the target computes.
     argument: what stood after the colon of the proposer's name, "" when nothing did.
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
-    blocks: the tables by which the target keeps keys and values, for heads that keep theirs beside
+    blocks: the tables by which the target keeps keys and values, for who keeps its own beside
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
     window: in which CUDA graphs may be captured, a
         ``guided_spec.models.packed.graph_pool.CaptureWindow``; None never closes.

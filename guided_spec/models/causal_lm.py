@@ -127,6 +127,8 @@ class CausalLM:
     num_slots: texts at a time. max_length: tokens of a text.
     form: its packed form for this ``max_length``, found before; None for none.
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
+    beside: the tables by which another model keeps the same texts: a packed form keeps its own keys
+        and values by them, and leaves it to that model's owner which slot has which blocks.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
     longest_draft: tokens of a row that ``commit`` may keep in part, where a packed form has a
@@ -152,6 +154,7 @@ class CausalLM:
         kernels: Kernels = "auto",
         form: PackedForm | Literal["find"] | None = "find",
         num_blocks: int | None = None,
+        beside: Blocks | None = None,
         width: int = 1,
         longest_draft: int = LONGEST_DRAFT,
         window: CaptureWindow | None = None,
@@ -168,6 +171,7 @@ class CausalLM:
         self.blocks: Blocks | None = None
         self._packed: PackedLM | None = None
         self._slots: StockSlots | None = None
+        self._is_guest = beside is not None  # whose tables are not its own
         self._longest_draft = longest_draft
         self._counts: Sequence[int] = ()  # tokens of the rows just fed
         found = PackedForm.of(model, kernels, max_length) if form == "find" else form
@@ -175,7 +179,7 @@ class CausalLM:
             self._slots = _stock_slots(model, num_slots, max_length)
             SlotTrial(self._slots).check_stock()
             return
-        self.blocks = Blocks(num_slots, max_length, self.device, num_blocks)
+        self.blocks = beside or Blocks(num_slots, max_length, self.device, num_blocks)
         memory = found.allocate(self.blocks, num_slots, longest_draft)
         # Without graphs there is nothing to fill a forward up for, other than in tests.
         is_padded = self.device.type == "cuda" or kernels == "packed"
@@ -309,7 +313,7 @@ class CausalLM:
 
     def release(self, slots: Sequence[int]) -> None:
         """The texts of these slots have ended."""
-        if self.blocks is not None:
+        if self.blocks is not None and not self._is_guest:
             self.blocks.release(slots)
 
     def has_blocks(self, length: int) -> bool:
@@ -325,14 +329,16 @@ class CausalLM:
         """Make ``destinations`` hold the first ``length`` tokens of ``source``.
 
         Linear states are copied as they are: with these, ``source`` must hold just ``length``.
+        Beside another model, the slots have blocks for so many tokens already.
         """
         if self._slots is not None:
             self._slots.cache.copy_slot(source, destinations, length)
             return
         assert self.blocks is not None
         assert self._packed is not None
+        give = self.blocks.copy_own if self._is_guest else self.blocks.share
         for slot in destinations:
-            self.blocks.share(source, slot, length, self._packed.key_values)
+            give(source, slot, length, self._packed.key_values)
         self.load_states(destinations, self.save_states([source] * len(destinations)))
 
     @torch.inference_mode()

@@ -21,7 +21,6 @@ from guided_spec.errors import ConfigError, ModelError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
-from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.proposers.draft_chooser import DraftChooser
@@ -31,6 +30,9 @@ from guided_spec.proposers.drafting import read_policy, shared_prompts
 
 class DraftCache:
     """A smaller language model over slots, and how much of each text it has read.
+
+    Where the target keeps texts in blocks, so does it, by the same tables: it never runs out of
+    them where the target does not. What others have read of a prompt it reads again.
 
     Raises ConfigError when no draft model is named, ModelError when the model cannot be loaded, and
     VocabularyMismatchError when its tokens are not the target's.
@@ -48,7 +50,7 @@ class DraftCache:
             num_slots=context.num_slots,
             max_length=length,
             kernels=context.config.kernels,
-            num_blocks=_num_blocks(context),
+            beside=context.blocks,
             window=context.window,
         )
         _check_width(self.model.vocab_size, context)
@@ -320,15 +322,6 @@ def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
     if logits.shape[-1] >= vocab_size:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
-
-
-def _num_blocks(context: ProposerContext) -> int | None:
-    """As many as the target's, whose texts it reads; None where these have slots of their own.
-
-    A text ends in a block of its own in both: one more for each leaves room for a draft.
-    """
-    blocks: Blocks | None = context.blocks
-    return None if blocks is None else blocks.num_blocks + context.num_slots
 
 
 def _load(context: ProposerContext) -> Any:

@@ -19,7 +19,7 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
 from tests.models.tiny import build, kv_bytes_per_token
-from tests.tiny_llm import VOCAB_SIZE, make_llm
+from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
 LENGTH = 4 * BLOCK
 PROMPTS = [[5 + (at * 7 + row) % 300 for at in range(9 + 11 * row)] for row in range(5)]
@@ -164,3 +164,32 @@ def test_samples_of_one_prompt(headed: HeadedTarget, proposer: str, waited: Coun
         found = llm.generate([PROMPTS[3]], [params], on_error="return")
     assert texts(found) == expected
     assert waited.total() > 0
+
+
+@pytest.mark.parametrize(
+    ("proposer", "draft", "verifier"),
+    [
+        ("draft_model", "llama", "rejection"),
+        ("draft_model", "qwen3_5", "coupled"),
+        ("pard", "llama", "coupled"),
+    ],
+)
+def test_a_draft_model_has_room_for_what_its_target_holds_once(
+    proposer: str, draft: str, verifier: str, waited: Counter[int]
+) -> None:
+    """Texts that begin alike take few blocks of the target's, and would take many more apart."""
+    target, model = tiny_model("llama"), near_copy(draft)
+    model.config.pard_token = 3  # what marks a model that was trained for pard
+    begin = [5 + at * 7 % 300 for at in range(3 * BLOCK)]
+    prompts = [[*begin, 40 + row, 9] for row in range(6)]
+    params = [replace(FREE, max_tokens=6), replace(SAMPLED, max_tokens=6)] * 3
+    options: dict[str, Any] = {"max_model_len": LENGTH, "verifier": verifier}
+    with make_llm(target, proposer, model, max_batch_size=1, **options) as llm:
+        expected = texts(llm.generate(prompts, params))
+    options |= {"kv_memory_bytes": 10 * BLOCK * kv_bytes_per_token(target)}
+    with make_llm(target, proposer, model, max_batch_size=6, **options) as llm:
+        found = llm.generate(prompts, params, on_error="return")
+    assert texts(found) == expected
+    assert [output.stats.cached_tokens for output in found] == [0, *[3 * BLOCK] * 5]
+    assert not waited
+    assert draft != "llama" or sum(sum(output.stats.accepted) for output in found) > 5
