@@ -105,6 +105,12 @@ class Engine:
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
+    def _most_drafted(self) -> int:
+        """Tokens of a draft at most."""
+        longest = self.config.num_draft_tokens + self.config.max_forced_tokens
+        return max(longest, self.config.tree_nodes)
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._scheduler)
@@ -214,8 +220,8 @@ class Engine:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
-            if not self.model.has_blocks(len(request.text.tokens)):
-                break  # else it would take a slot, and go back to the queue
+            if not self.model.has_blocks(len(request.text.tokens) + self._most_drafted):
+                break  # else it would read its prompt, and go back to the queue
             try:
                 if request.job.grammar is not None and request.text.constraint is None:
                     request.bind(request.job.grammar.result())
@@ -256,7 +262,8 @@ class Engine:
         forwards may still run when this returns.
         """
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
-        unread = [request for request in rows if request.num_unread]
+        # Who came first reads first: a later one may have to go, and to read it all again.
+        unread = sorted((r for r in rows if r.num_unread), key=lambda request: request.number)
         along = list[Piece]()
         if self.model.is_packed:
             along = self._read_lines(unread)
@@ -463,12 +470,10 @@ class Engine:
 
     def _decoding(self) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
-        longest = self.config.num_draft_tokens + self.config.max_forced_tokens
-        most = max(longest, self.config.tree_nodes)
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
-                self._grow(request, len(request.text.tokens) + most)
+                self._grow(request, len(request.text.tokens) + self._most_drafted)
         return self._scheduler.running(State.DECODE)
 
     def _batch(self, requests: Sequence[Request], along: Sequence[Piece]) -> DecodeBatch:

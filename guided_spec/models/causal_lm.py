@@ -317,8 +317,12 @@ class CausalLM:
             self.blocks.release(slots)
 
     def has_blocks(self, length: int) -> bool:
-        """Whether the blocks that nobody has would hold a text of so many tokens."""
-        return self.blocks is None or self.blocks.num_free * BLOCK >= length
+        """Whether the blocks that nobody has would hold a text of so many tokens.
+
+        As far as a slot holds them: what is behind ``max_length`` needs none.
+        """
+        needed = min(length, self.max_length)
+        return self.blocks is None or self.blocks.num_free * BLOCK >= needed
 
     def can_copy(self, length: int) -> bool:
         """Whether an empty slot has room for a copy of so many tokens of another one."""
