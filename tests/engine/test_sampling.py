@@ -200,7 +200,6 @@ def exact_law(llm: LLM) -> dict[tuple[int, int], float]:
         ("draft_model", "near"),
         ("draft_model", "foreign"),
         ("chain:grammar_forced+draft_model", "foreign"),
-        ("dflash", "head"),
         ("dflash:validate", "head"),
     ],
 )

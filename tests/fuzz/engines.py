@@ -20,13 +20,17 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.fuzz.examine import Examiner
 from tests.fuzz.inputs import texts
 from tests.fuzz.schemas import adversarial, of_metaschema, values
+from tests.fuzz.stepping import check, check_nothing_is_kept
 from tests.fuzz.targets import TARGETS
+from tests.fuzz.workloads import draw as draw_workload
 
-NAMES = (*TARGETS, "validity")
+NAMES = (*TARGETS, "validity", "workload")
 HANG_SECONDS = 90.0
 SLOW_SECONDS = 10.0  # of processor time here; workers have limits of their own
+SLOW_WORKLOAD = 60.0  # likewise
 _MOST_LARGE = 3  # each may start a worker anew
 _BATCH = 200
+_WORKLOADS = 3  # likewise: each takes seconds
 
 
 class Finding(NamedTuple):
@@ -67,7 +71,7 @@ def draw(run: Run) -> list[Finding]:
 def _draw_batch(run: Run, examiner: Examiner, findings: dict[str, Finding], number: int) -> None:
     @seed(number)
     @settings(
-        max_examples=_BATCH,
+        max_examples=_WORKLOADS if run.target == "workload" else _BATCH,
         phases=[Phase.generate],
         database=None,
         deadline=None,
@@ -83,6 +87,8 @@ def _draw_batch(run: Run, examiner: Examiner, findings: dict[str, Finding], numb
 
 
 def _inputs(target: str) -> st.SearchStrategy[tuple[str, list[Any]]]:
+    if target == "workload":
+        return st.tuples(st.integers(0, 2**32).map(str), st.just([]))
     if target == "validity":
         schemas = adversarial() | of_metaschema()
         return st.tuples(schemas.map(json.dumps), st.lists(values(), max_size=6))
@@ -90,7 +96,10 @@ def _inputs(target: str) -> st.SearchStrategy[tuple[str, list[Any]]]:
 
 
 def _examine(target: str, examiner: Examiner, source: str, others: list[Any], dice: int) -> None:
-    if target == "validity":
+    if target == "workload":
+        check(draw_workload(int(source)))
+        check_nothing_is_kept()
+    elif target == "validity":
         examiner.spec(GrammarSpec.json_schema(source), dice, others)
     else:
         examiner.text(TARGETS[target], source, dice)
@@ -105,7 +114,8 @@ def _try(run: Run, findings: dict[str, Finding], source: str, examine: Callable[
         except Exception as error:
             finding = _finding(error, source)
         else:
-            if time.process_time() - started < SLOW_SECONDS:
+            most = SLOW_WORKLOAD if run.target == "workload" else SLOW_SECONDS
+            if time.process_time() - started < most:
                 return
             finding = Finding("slow", "", f"{time.process_time() - started:.0f} s", source)
     key = f"{finding.kind} at {finding.place}"
