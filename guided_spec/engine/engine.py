@@ -404,10 +404,11 @@ class Engine:
         """Whether the request has blocks for so many tokens in all.
 
         Where there is none, those who came last go back to the queue, and lose nothing but time;
-        False where that is the request itself.
+        False where that is the request itself. Who has ended in this step leaves by itself.
         """
         while not self.model.grow(request.text.slot, length):
-            last = max(self._scheduler.running(), key=lambda running: running.number)
+            going_on = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
+            last = max(going_on, key=lambda running: running.number)
             slot = last.text.slot
             self._scheduler.requeue(last)
             self._release([slot])

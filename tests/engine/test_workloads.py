@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.types import SamplingParams
 from tests.fuzz.stepping import check, check_nothing_is_kept
-from tests.fuzz.workloads import draw
+from tests.fuzz.workloads import LENGTH, SYSTEM, Ask, Workload, draw
 
 QUICK = (0, 1, 2, 4, 6)
 
@@ -24,3 +28,12 @@ def test_many_workloads() -> None:
     for seed in sorted(set(range(16)).difference(QUICK)):
         check(draw(seed))
         check_nothing_is_kept()
+
+
+def test_scores_that_are_done_stay_done() -> None:
+    """A text that grows in the same step takes room from those that run, not from these."""
+    text = Ask(SYSTEM[:BLOCK], SamplingParams(max_tokens=140, ignore_eos=True))
+    choices = [Ask(SYSTEM[: BLOCK + at], None, joins=at) for at in range(1, 60)]
+    options: dict[str, Any] = {"num_draft_tokens": 0, "max_forced_tokens": 0, "max_batch_size": 6}
+    options |= {"max_model_len": LENGTH, "kernels": "auto", "verifier": "rejection"}
+    check(Workload("none", "llama", options, 4, None, [text, *choices]))
