@@ -19,7 +19,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.sampling import verify as decision
+from guided_spec.ops.sampling import noise
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs
@@ -95,8 +95,8 @@ def remembered() -> Remembered:
 @pytest.fixture
 def _quick(remembered: Remembered, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(core, "exponential_noise", remembered.exponential)
-    monkeypatch.setattr(decision, "exponential_noise", remembered.exponential)
-    monkeypatch.setattr(decision, "uniform_noise", remembered.uniform)
+    monkeypatch.setattr(noise, "exponential_noise", remembered.exponential)
+    monkeypatch.setattr(noise, "uniform_noise", remembered.uniform)
     with torch.inference_mode():
         yield
 
