@@ -17,6 +17,7 @@ from guided_spec.engine.outputs import Manner
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
+from tests.engine.test_tables import OPEN, RECORD
 from tests.learned_heads import HeadedTarget, write_head
 from tests.tiny_llm import VOCAB_SIZE, near_copy, tiny_model
 
@@ -24,17 +25,7 @@ LENGTH = 4 * BLOCK  # tokens of a text
 SHORT, LONG = (1, 2, 5, 12, 20, 30), (2, 40, 70, 100)  # tokens to write at most
 LAST_STEP = 12  # before which the last request comes
 
-RECORD = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["cat", "dog"]},
-        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["name", "kind"],
-}
 LISTS = {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
-OPEN = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}
 GRAMMARS = (
     GrammarSpec.json_schema(RECORD),
     GrammarSpec.json_schema(RECORD, any_whitespace=True),
