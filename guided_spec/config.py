@@ -101,6 +101,16 @@ class EngineConfig:
         _require_one_of("verifier", self.verifier, get_args(Verifier))
         _require_one_of("kernels", self.kernels, get_args(Kernels))
 
+    @property
+    def longest_chain(self) -> int:
+        """Tokens of a draft that is no tree at most: forced ones, and those drafted behind them."""
+        return self.num_draft_tokens + self.max_forced_tokens
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of a draft at most."""
+        return max(self.longest_chain, self.tree_nodes)
+
 
 def _require_limits(limits: object) -> None:
     if limits is not None and not hasattr(limits, "compile_seconds"):

@@ -211,9 +211,7 @@ class Batches:
     def __init__(
         self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
     ) -> None:
-        longest = config.num_draft_tokens + config.max_forced_tokens
-        depths = max(longest, config.tree_nodes) + 1
-        table_bytes = config.device_table_bytes
+        depths, table_bytes = config.longest_draft + 1, config.device_table_bytes
         self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
         self._config, self._vocab_size, self._device = config, vocab_size, device
         self._stacked: _Stacked | None = None

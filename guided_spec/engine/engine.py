@@ -105,12 +105,6 @@ class Engine:
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
-    def _most_drafted(self) -> int:
-        """Tokens of a draft at most."""
-        longest = self.config.num_draft_tokens + self.config.max_forced_tokens
-        return max(longest, self.config.tree_nodes)
-
-    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._scheduler)
@@ -220,7 +214,7 @@ class Engine:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
-            if not self.model.has_blocks(len(request.text.tokens) + self._most_drafted):
+            if not self.model.has_blocks(len(request.text.tokens) + self.config.longest_draft):
                 break  # else it would read its prompt, and go back to the queue
             try:
                 if request.job.grammar is not None and request.text.constraint is None:
@@ -474,7 +468,7 @@ class Engine:
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
-                self._grow(request, len(request.text.tokens) + self._most_drafted)
+                self._grow(request, len(request.text.tokens) + self.config.longest_draft)
         return self._scheduler.running(State.DECODE)
 
     def _batch(self, requests: Sequence[Request], along: Sequence[Piece]) -> DecodeBatch:

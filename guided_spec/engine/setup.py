@@ -150,7 +150,7 @@ def plan_slots(
 
 def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots."""
-    form, longest = None, 1 + config.num_draft_tokens + config.max_forced_tokens
+    form, longest = None, 1 + config.longest_chain
     if is_packed_on(model.device, config.kernels):
         plan = plan_slots(model, config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
