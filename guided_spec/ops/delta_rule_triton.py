@@ -1,8 +1,8 @@
-"""The gated delta rule over slots as two kernels: states, and gates with what stays.
+"""The gated delta rule over slots as three kernels: convolution, states, and gates with what stays.
 
-A program of the first one has some columns of one head's state, which stay in its registers while
+A program of the second one has some columns of one head's state, which stay in its registers while
 it goes through the tokens of a row: a state is read once and written once, however many tokens a
-draft has and however many of the last one stay. Tokens of long rows are convolved before.
+draft has and however many of the last one stay.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ def gated_delta(
     sizes = (shape.keys, shape.values, shape.key_size, shape.value_size, shape.taps)
     longest = states.longest_draft(shape)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        most_long = count // (ONE_BY_ONE + 1)
-        if most_long:  # short rows convolve what they fold in
-            launch(_convolve, (count, triton.cdiv(shape.channels, BLOCK)), packed)(
-                *(*line, *kept, layer.taps, mixed, tokens, count, shape.channels, shape.taps, BLOCK)
-            )
+        launch(_convolve, (count, triton.cdiv(shape.channels, BLOCK)), packed)(
+            *(*line, *kept, layer.taps, mixed, tokens, count, shape.channels, shape.taps, BLOCK)
+        )
         parts = triton.cdiv(shape.value_size, value_block)
-        for is_long, most in ((False, num_rows), (True, most_long)):
+        for is_long, most in ((False, num_rows), (True, count // (ONE_BY_ONE + 1))):
             if most == 0:
                 continue
             launch(_fold_rows, (most, shape.values, parts), packed)(
@@ -124,23 +122,18 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _convolved(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    line, packed_row, kept, places, width, taps, inside, start, position, TAPS: tl.constexpr
+def _recalled(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    recent, places, width, taps, position, channel, end, TAPS: tl.constexpr
 ):
-    """The convolution at a position, float32 of the channels that the pointers are of.
-
-    What is before the position ``start`` is kept, what is behind it stands in rows of the line.
-    """
-    total, each = tl.zeros(inside.shape, tl.float32), tl.zeros(inside.shape, tl.int32)
+    """The convolution at a position that is kept, float32 of some channels before ``end``."""
+    total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         before = position - (TAPS - 1 - tap)
-        # Of tensors: the interpreter spreads what one number compares to as another kind of number.
-        is_here = before + each >= start
-        x = tl.load(line + (before - start) * packed_row, mask=inside & is_here, other=0.0)
-        is_kept = inside & (before + each >= 0) & (before + each < start)
-        x += tl.load(kept + (before % places) * width, mask=is_kept, other=0.0)
-        total += x.to(tl.float32) * tl.load(taps + tap, mask=inside, other=0.0).to(tl.float32)
-    out = line.dtype.element_ty
+        source = recent + (before % places) * width + channel
+        x = tl.load(source, mask=channel < tl.where(before >= 0, end, 0), other=0.0)
+        weight = tl.load(taps + channel * TAPS + tap, mask=channel < end, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
+    out = recent.dtype.element_ty
     return _silu(total.to(out)).to(out).to(tl.float32)
 
 
@@ -277,48 +270,31 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         of_query = head // (VALUES // KEYS) * KEY_SIZE + at_key
         of_key = all_keys + of_query
         of_value = 2 * all_keys + head * VALUE_SIZE + at_value
-        rate, bias = tl.load(rates + head).to(tl.float32), tl.load(biases + head).to(tl.float32)
+        key_end = all_keys + head // (VALUES // KEYS) * KEY_SIZE + KEY_SIZE
+        value_end = 2 * all_keys + head * VALUE_SIZE + VALUE_SIZE
+        rate = tl.load(rates + head).to(tl.float32)
+        bias = tl.load(biases + head).to(tl.float32)
         step_column = tl.load(columns + channels + head)
         decay_column = tl.load(columns + channels + VALUES + head)
         inside = is_key[:, None] & is_value[None, :]
         stored = states + (slot * VALUES + head) * KEY_SIZE * VALUE_SIZE
         stored += at_key[:, None] * VALUE_SIZE + at_value[None, :]
-        state = tl.load(stored, mask=inside & (at_key[:, None] * 0 + start > 0), other=0.0)
-        behind = tl.where(start > 0, start - tl.load(extent + 2 * slot), 0)
-        staying = tl.minimum(tl.maximum(behind, 0), tl.load(extent + 2 * slot + 1))
+        is_old = at_key < tl.where(start > 0, KEY_SIZE, 0)
+        state = tl.load(stored, mask=inside & is_old[:, None], other=0.0)
+        length = tl.load(extent + 2 * slot)
+        held = tl.load(extent + 2 * slot + 1)
+        staying = tl.minimum(tl.maximum(start - length, 0), held)
+        staying = tl.where(start > 0, staying, 0)
         kept = recent + slot * places * width
-        line = packed + first * packed_row
-        keys = line + tl.load(columns + of_key, mask=is_key, other=0)
-        queries = line + tl.load(columns + of_query, mask=is_key, other=0)
-        values = line + tl.load(columns + of_value, mask=is_value, other=0)
-        kept_k, kept_q, kept_v = kept + of_key, kept + of_query, kept + of_value
-        taps_k, taps_v = taps + of_key * TAPS, taps + of_value * TAPS
-        taps_q = taps + of_query * TAPS
-        for place in range(start - staying, start if IS_LONG else start + end - first):
-            if (place == start) & (end - first <= longest):
-                tl.store(stored, state, mask=inside)
-            key = _convolved(
-                keys, packed_row, kept_k, places, width, taps_k, is_key, start, place, TAPS
-            )
-            value = _convolved(
-                values, packed_row, kept_v, places, width, taps_v, is_value, start, place, TAPS
-            )
-            is_here, gates = place >= start, line + (place - start) * packed_row
-            gone = kept + (place % places) * width + channels + head
-            step = tl.load(tl.where(is_here, gates + step_column, gone))
-            decay = tl.load(tl.where(is_here, gates + decay_column, gone + VALUES))
+        for position in range(length, length + staying):
+            source = kept + (position % places) * width + channels + head
+            key = _recalled(kept, places, width, taps, position, of_key, key_end, TAPS)
+            value = _recalled(kept, places, width, taps, position, of_value, value_end, TAPS)
+            step, decay = tl.load(source), tl.load(source + VALUES)
             state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
-            if is_here:
-                query = _convolved(
-                    queries, packed_row, kept_q, places, width, taps_q, is_key, start, place, TAPS
-                )
-                size = tl.sqrt_rn((tl.sum(query * query, 0) + eps) * KEY_SIZE)
-                found = tl.sum(state * query[:, None], 0) * tl.div_rn(1.0, size)
-                out = read + (first + place - start) * (VALUES * VALUE_SIZE) + head * VALUE_SIZE
-                tl.store(out + at_value, found.to(read.dtype.element_ty), mask=is_value)
+        if end - first <= longest:
+            tl.store(stored, state, mask=inside)
         if IS_LONG:
-            if end - first <= longest:
-                tl.store(stored, state, mask=inside)
             for at in range(first, end, CHUNK):
                 token = at + tl.arange(0, CHUNK)
                 is_token = token < end
@@ -345,6 +321,19 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
                 out = read + token[:, None] * (VALUES * VALUE_SIZE)
                 out += head * VALUE_SIZE + at_value[None, :]
                 tl.store(out, found.to(read.dtype.element_ty), mask=is_here)
+        else:
+            for token in range(first, end):
+                source = mixed + token * channels
+                query = tl.load(source + of_query, mask=is_key, other=0.0).to(tl.float32)
+                key = tl.load(source + of_key, mask=is_key, other=0.0).to(tl.float32)
+                value = tl.load(source + of_value, mask=is_value, other=0.0).to(tl.float32)
+                step = tl.load(packed + token * packed_row + step_column)
+                decay = tl.load(packed + token * packed_row + decay_column)
+                state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
+                size = tl.sqrt_rn((tl.sum(query * query, 0) + eps) * KEY_SIZE)
+                found = tl.sum(state * query[:, None], 0) * tl.div_rn(1.0, size)
+                out = read + token * (VALUES * VALUE_SIZE) + head * VALUE_SIZE + at_value
+                tl.store(out, found.to(read.dtype.element_ty), mask=is_value)
         if end - first > longest:
             tl.store(stored, state, mask=inside)
 
