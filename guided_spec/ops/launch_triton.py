@@ -11,23 +11,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 FIRST_CAPABILITY = (9, 0)
 
-# Of each kernel that is being compiled ahead, for what kinds of arguments; None outside.
-_AHEAD: ContextVar[set[Hashable] | None] = ContextVar("compiled ahead", default=None)
+
+class Ahead(NamedTuple):
+    """What is being compiled ahead. kinds: of each kernel, and of its arguments. made: see Made."""
+
+    kinds: set[Hashable]
+    made: set[Made]
+
+
+class Made(NamedTuple):
+    """What Triton has for a kernel that is compiled, or will be, and for which device."""
+
+    kernel: Any
+    device: int
+
+
+_AHEAD: ContextVar[Ahead | None] = ContextVar("compiled ahead", default=None)
 
 
 def launch(
@@ -54,24 +70,34 @@ def launch(
 def compiling_ahead() -> Iterator[None]:
     """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
 
+    Ready is loaded as well, with the code that launches it, which Triton has a C compiler build.
+
     Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
     reads numbers where kernels would have left them, and goes by them. A kernel that cannot be
     compiled fails where it is launched, which may be never.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with (
-        ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads,
-        triton.AsyncCompileMode(threads, ignore_errors=True),
-    ):
-        token = _AHEAD.set(set())
-        try:
-            yield
-        finally:
-            _AHEAD.reset(token)
+    ahead = Ahead(set(), set())
+    with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:
+        with triton.AsyncCompileMode(threads, ignore_errors=True):
+            token = _AHEAD.set(ahead)
+            try:
+                yield
+            finally:
+                _AHEAD.reset(token)
+        wait([threads.submit(_load, one) for one in ahead.made])
+
+
+def _load(made: Made) -> None:
+    """What Triton does at the first launch of a kernel, for one after another."""
+    driver.active.set_current_device(made.device)  # of this thread
+    kernel = made.kernel
+    found = kernel if isinstance(kernel, CompiledKernel) else kernel.result()
+    found._init_handles()
 
 
 def _compile(
-    ahead: set[Hashable], kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
+    ahead: Ahead, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
 ) -> None:
     """Begin to compile ``kernel``, unless it is: to ask Triton takes it milliseconds each time."""
     kinds = (
@@ -79,9 +105,10 @@ def _compile(
         for parameter, value in zip(kernel.params, arguments, strict=False)
     )
     key = (kernel, *kinds, *sorted(options.items()))
-    if key not in ahead:
-        ahead.add(key)
-        kernel.warmup(*arguments, grid=grid, **options)
+    if key not in ahead.kinds:
+        ahead.kinds.add(key)
+        made = kernel.warmup(*arguments, grid=grid, **options)
+        ahead.made.add(Made(made, driver.active.get_current_device()))
 
 
 def _kind(value: Any) -> Hashable:

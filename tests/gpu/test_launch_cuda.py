@@ -52,17 +52,24 @@ def forget_kernels() -> None:
                     one.device_caches.clear()
 
 
-def test_nothing_is_compiled_behind_it() -> None:
+def test_nothing_is_compiled_or_loaded_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels()
+    loaded: list[str] = []
+
+    def load(_module: Any, _function: Any, name: str, *_: Any) -> None:
+        loaded.append(name)
+
+    monkeypatch.setattr(knobs.runtime, "kernel_load_start_hook", load)
     logits = torch.randn(2, 4, VOCAB_SIZE, device=CUDA, dtype=torch.bfloat16)
     with counted() as made:
         with compiling_ahead():
             for params in (GREEDY, FILTERED):
                 decide(logits, params)
         ahead = made["compiled"]
+        assert len(loaded) == ahead
         found = [decide(logits, params) for params in (GREEDY, FILTERED)]
     assert ahead == 9  # two of every kernel but those of filters, and the pass over all logits
-    assert made["compiled"] == ahead
+    assert made["compiled"] == len(loaded) == ahead
     assert torch.equal(found[0].token_ids, logits.argmax(-1))
     assert found[0].num_accepted.tolist() == [3, 3]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -49,7 +50,21 @@ SAMPLINGS = (
 
 
 class Hopper:
-    """A driver that knows what to compile for, and can run nothing."""
+    """A driver that knows what to compile for, and can run nothing.
+
+    loaded: kernels whose launching code was asked for, by the threads that asked.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: Counter[str] = Counter()
+
+    def set_current_device(self, device: int) -> None:
+        assert device == 0
+
+    def launcher_cls(self, source: Any, _: Any) -> None:
+        """Nothing launches, so loading ends here, as a kernel does that is too large."""
+        self.loaded[threading.current_thread().name.rpartition("_")[0]] += 1
+        raise RuntimeError(f"{source.name} has no GPU")
 
     def get_current_device(self) -> int:
         return 0
@@ -188,7 +203,8 @@ def main() -> None:
     def compiled(*, fn: Any, **_: Any) -> None:
         made[fn.name] += 1
 
-    driver.set_active(Hopper())
+    hopper = Hopper()
+    driver.set_active(hopper)
     knobs.runtime.jit_post_compile_hook = compiled
     launch_triton._is_served = lambda _: True  # type: ignore[assignment]
     there: Any = torch.cuda
@@ -212,6 +228,7 @@ def main() -> None:
             follow_tables(count)
         for is_tree in (False, True):
             attend(is_tree=is_tree)
+    assert hopper.loaded == {"guided-spec-compile": made.total()}, hopper.loaded
     sys.stdout.write(json.dumps(made) + "\n")
 
 
