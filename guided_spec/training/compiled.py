@@ -21,15 +21,15 @@ Returned = TypeVar("Returned")
 
 
 def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
-    """``run``, compiled for calls whose first argument, a tensor [n, ...], is on CUDA.
+    """``run``, compiled for calls whose first argument, a tensor [..., D], is on CUDA.
 
-    Tensors of one row and of none would compile anew, and are left out.
+    Tensors of one row of D and of none would compile anew, and are left out.
     """
     compiled: list[Callable[..., Returned]] = []
 
     @wraps(run)
     def call(first: Tensor, *others: Any, **named: Any) -> Returned:
-        if not first.is_cuda or len(first) < 2:
+        if not first.is_cuda or first.numel() <= first.shape[-1]:
             return run(first, *others, **named)
         if not compiled:  # not on import, which it would slow down
             compiled.append(torch.compile(run, dynamic=True))

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from guided_spec.training.compiled import compiled_on_cuda
+
 UNROLLED = "guided_spec_unroll"
 """The name under which transformers' layers find ``unrolled_attention``."""
 
@@ -70,90 +72,11 @@ class _Parts(NamedTuple):
         return cls(states[:, :, :length], states[:, :, length:].unflatten(2, (-1, length)))
 
 
-class _Unrolled(torch.autograd.Function):
-    """Scores of depths are [B, Hkv, G, T, S], where G query heads share a head of keys."""
+class _Depths(NamedTuple):
+    """What places have at each depth of drafting: [B, Hkv, S, T, D]."""
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        groups, length = query.shape[1] // key.shape[1], query.shape[2]
-        keys, values = _Parts.of(key, length), _Parts.of(value, length)
-        text = _causal(query, _repeat(keys.text, groups), _repeat(values.text, groups), scale)
-        scores = _scores(query, keys.depths, groups) * scale
-        whole = text.total.unflatten(1, (-1, groups)).unsqueeze(-1)
-        total = torch.cat([whole, scores], -1).logsumexp(-1, keepdim=True)
-        output = _mix((scores - total).exp(), values.depths)
-        output += (whole - total).exp() * text.output.unflatten(1, (-1, groups))
-        output, total = output.flatten(1, 2).to(query.dtype), total.squeeze(-1).flatten(1, 2)
-        ctx.save_for_backward(query, key, value, output, total)
-        ctx.scale, ctx.state = scale, text.state
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, total = ctx.saved_tensors
-        groups, length = query.shape[1] // key.shape[1], query.shape[2]
-        keys, values = _Parts.of(key, length), _Parts.of(value, length)
-        grad = upstream[0].to(query.dtype).contiguous()
-        repeated = _repeat(keys.text, groups), _repeat(values.text, groups)
-        text = _causal_backward(
-            grad, query, *repeated, _Causal(output, total, ctx.state), ctx.scale
-        )
-        split = (-1, groups)
-        scores = _scores(query, keys.depths, groups) * ctx.scale
-        share = (scores - total.unflatten(1, split).unsqueeze(-1)).exp()
-        delta = (_wide(grad) * _wide(output)).sum(-1).unflatten(1, split).unsqueeze(-1)
-        inner = share * (_scores(grad, values.depths, groups) - delta) * ctx.scale
-        from_depths = _mix(inner, keys.depths).flatten(1, 2)
-        return (
-            (_wide(text[0]) + from_depths).to(query.dtype),
-            _joined(text[1], _spread(inner, query), groups, key.dtype),
-            _joined(text[2], _spread(share, grad), groups, value.dtype),
-            None,
-        )
-
-
-def _wide(states: Tensor) -> Tensor:
-    return states.to(torch.promote_types(states.dtype, torch.float32))
-
-
-def _repeat(states: Tensor, groups: int) -> Tensor:
-    return states.repeat_interleave(groups, 1) if groups > 1 else states.contiguous()
-
-
-# Sums of products of rows, depth by depth: they are bound by memory, and as matrices they would be
-# one tiny product for each place and head.
-
-
-def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
-    """Products of each query with what its place has at each depth; float32 or wider."""
-    split = _wide(query).unflatten(1, (-1, groups))
-    found: Tensor = split.new_empty(*split.shape[:-1], depths.shape[2])
-    for depth, states in enumerate(depths.unbind(2)):
-        found[..., depth] = (split * states.unsqueeze(2)).sum(-1)
-    return found
-
-
-def _mix(shares: Tensor, depths: Tensor) -> Tensor:
-    """[B, Hkv, G, T, D]: what each depth has, by its share."""
-    mixed: Tensor = shares.new_zeros(*shares.shape[:-1], depths.shape[-1])
-    for depth, states in enumerate(depths.unbind(2)):
-        mixed.addcmul_(shares[..., depth, None], _wide(states).unsqueeze(2))
-    return mixed
-
-
-def _spread(shares: Tensor, queries: Tensor) -> Tensor:
-    """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
-    split = _wide(queries).unflatten(1, (shares.shape[1], -1))
-    batch, heads, _, length, depths = shares.shape
-    found: Tensor = split.new_empty(batch, heads, depths, length, split.shape[-1])
-    for depth in range(depths):
-        found[:, :, depth] = (shares[..., depth, None] * split).sum(2)
-    return found
-
-
-def _joined(text: Tensor, depths: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    summed = _wide(text).unflatten(1, (-1, groups)).sum(2)
-    return torch.cat([summed, depths.flatten(2, 3)], 2).to(dtype)
+    keys: Tensor
+    values: Tensor
 
 
 class _Causal(NamedTuple):
@@ -165,6 +88,123 @@ class _Causal(NamedTuple):
     output: Tensor
     total: Tensor
     state: tuple[Any, ...]
+
+
+class _Unrolled(torch.autograd.Function):
+    """Scores of depths are [B, Hkv, G, T, S], where G query heads share a head of keys.
+
+    What is as large as queries lies in memory as [B, T, Hq, D], as products make it and take it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        groups, length = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = _Parts.of(key, length), _Parts.of(value, length)
+        text = _causal(query, _repeat(keys.text, groups), _repeat(values.text, groups), scale)
+        depths = _Depths(keys.depths, values.depths)
+        output, total = _mixed(query, depths, text.output, text.total, scale)
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.scale, ctx.state = scale, text.state
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        groups, length = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = _Parts.of(key, length), _Parts.of(value, length)
+        grad = upstream[0].to(query.dtype)
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        repeated = _repeat(keys.text, groups), _repeat(values.text, groups)
+        whole, depths = _Causal(output, total, ctx.state), _Depths(keys.depths, values.depths)
+        text = _causal_backward(grad, query, *repeated, whole, ctx.scale)
+        mine = whole._replace(state=())
+        return (*_mixed_backward(grad, query, mine, depths, text, ctx.scale), None)
+
+
+def _wide(states: Tensor) -> Tensor:
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def _repeat(states: Tensor, groups: int) -> Tensor:
+    return states.repeat_interleave(groups, 1) if groups > 1 else states.contiguous()
+
+
+@compiled_on_cuda
+def _mixed(
+    query: Tensor, depths: _Depths, output: Tensor, total: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The whole output and ``total``, from the text's and what is at each depth."""
+    groups = query.shape[1] // depths.keys.shape[1]
+    scores = _scores(query, depths.keys, groups) * scale
+    ours = total.unflatten(1, (-1, groups)).unsqueeze(-1)
+    whole = torch.cat([ours, scores], -1).logsumexp(-1, keepdim=True)
+    mixed = _mix((scores - whole).exp(), depths.values)
+    mixed = mixed + (ours - whole).exp() * output.unflatten(1, (-1, groups))
+    return _laid_out(mixed.flatten(1, 2), query.dtype), whole.squeeze(-1).flatten(1, 2)
+
+
+@compiled_on_cuda
+def _mixed_backward(
+    grad: Tensor,
+    query: Tensor,
+    whole: _Causal,
+    depths: _Depths,
+    text: list[Tensor],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, of keys and of values.
+
+    whole: of text and depths. text: the gradients by the text's part, of keys and values for each
+    query head.
+    """
+    keys, values = depths
+    split = (-1, query.shape[1] // keys.shape[1])
+    scores = _scores(query, keys, split[1]) * scale
+    share = (scores - whole.total.unflatten(1, split).unsqueeze(-1)).exp()
+    delta = (_wide(grad) * _wide(whole.output)).sum(-1).unflatten(1, split).unsqueeze(-1)
+    inner = share * (_scores(grad, values, split[1]) - delta) * scale
+    return (
+        _laid_out(_wide(text[0]) + _mix(inner, keys).flatten(1, 2), query.dtype),
+        _joined(text[1], _spread(inner, query), split[1], keys.dtype),
+        _joined(text[2], _spread(share, grad), split[1], values.dtype),
+    )
+
+
+def _laid_out(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, T, D], which lies in memory as [B, T, H, D]."""
+    return states.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# Sums of products of rows, depth by depth: they are bound by memory, and as matrices they would be
+# one tiny product for each place and head.
+
+
+def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
+    """Products of each query with what its place has at each depth; float32 or wider."""
+    split = _wide(query).unflatten(1, (-1, groups))
+    found = [(split * states.unsqueeze(2)).sum(-1) for states in depths.unbind(2)]
+    return torch.stack(found, -1) if found else split[..., :0]
+
+
+def _mix(shares: Tensor, depths: Tensor) -> Tensor:
+    """[B, Hkv, G, T, D]: what each depth has, by its share."""
+    mixed: Tensor = shares.new_zeros(*shares.shape[:-1], depths.shape[-1])
+    for depth, states in enumerate(depths.unbind(2)):
+        mixed = mixed.addcmul(shares[..., depth, None], _wide(states).unsqueeze(2))
+    return mixed
+
+
+def _spread(shares: Tensor, queries: Tensor) -> Tensor:
+    """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
+    split = _wide(queries).unflatten(1, (shares.shape[1], -1))
+    found = [(share.unsqueeze(-1) * split).sum(2) for share in shares.unbind(-1)]
+    return torch.stack(found, 2) if found else split[:, :, :0]
+
+
+def _joined(text: Tensor, depths: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    summed = _wide(text).unflatten(1, (-1, groups)).sum(2)
+    return torch.cat([summed, depths.flatten(2, 3)], 2).to(dtype)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Causal:

@@ -10,12 +10,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from guided_spec.training import compiled, objective, target_rows
+from guided_spec.training import compiled, objective, target_rows, unroll_attention
 from guided_spec.training.objective import Objective
 from guided_spec.training.target_rows import TargetScores
 
 V, D, N, M, H = 64, 32, 5, 9, 8
 WHOLE: Any = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
+LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, at that of its inputs
 CONFIG = LlamaConfig(hidden_size=H, intermediate_size=12, num_attention_heads=2)
 
 
@@ -40,7 +41,7 @@ def _whole(run: Any) -> Any:
     return torch.compile(inspect.unwrap(run), **WHOLE)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at that of its inputs
+@LOOKS
 def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, norm, x = LlamaMLP(CONFIG), LlamaRMSNorm(H), torch.randn(2, 3, H)
     for run in (inspect.unwrap, _whole):
@@ -51,6 +52,23 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = compiled._run_norm(norm, x)
         torch.testing.assert_close(found, norm(x).bfloat16())
+
+
+@LOOKS
+@pytest.mark.parametrize("repeats", [0, 1, 2])
+def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
+    dice = torch.Generator().manual_seed(3)
+    sizes = [(4, 5), *[(2, 5 + 5 * repeats)] * 2]
+    given = [torch.randn(2, *size, 8, generator=dice, requires_grad=True) for size in sizes]
+    weights = torch.linspace(-1, 1, 5 * 4 * 8).view(5, 4, 8).transpose(0, 1)
+    found: list[Any] = []
+    for run in (inspect.unwrap, _whole):
+        for name in ("_mixed", "_mixed_backward"):
+            monkeypatch.setattr(unroll_attention, name, run(vars(unroll_attention)[name]))
+        output = unroll_attention.unrolled_attention(*given, scale=0.3)
+        assert output.transpose(1, 2).is_contiguous()
+        found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.gpu
