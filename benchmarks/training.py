@@ -60,7 +60,7 @@ from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_ends
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.algorithms import heads
-from guided_spec.training.compiled import compile_layers
+from guided_spec.training.compiled_layers import compile_layers
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.target_rows import TargetHead
 from guided_spec.training.trainer import make_optimizer

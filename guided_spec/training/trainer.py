@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.training.algorithm import TrainingBatch
-from guided_spec.training.compiled import compile_layers
+from guided_spec.training.compiled_layers import compile_layers
 from guided_spec.training.features import Features
 from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.run_log import LOGS, RunLog

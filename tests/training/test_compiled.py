@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from guided_spec.training import compiled, objective, target_rows, unroll_attention
+from guided_spec.training import objective, target_rows, unroll_attention
 from guided_spec.training.objective import Objective
 from guided_spec.training.target_rows import TargetScores
 
-V, D, N, M, H = 64, 32, 5, 9, 8
+V, D, N, M = 64, 32, 5, 9
 WHOLE: Any = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
 LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, at that of its inputs
-CONFIG = LlamaConfig(hidden_size=H, intermediate_size=12, num_attention_heads=2)
 
 
 def test_scores() -> None:
@@ -42,19 +39,6 @@ def _whole(run: Any) -> Any:
 
 
 @LOOKS
-def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp, norm, x = LlamaMLP(CONFIG), LlamaRMSNorm(H), torch.randn(2, 3, H)
-    for run in (inspect.unwrap, _whole):
-        for name in ("_gate", "_normed"):
-            monkeypatch.setattr(compiled, name, run(vars(compiled)[name]))
-        torch.testing.assert_close(compiled._run_mlp(mlp, x), mlp(x))
-        torch.testing.assert_close(compiled._run_norm(norm, x), norm(x))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = compiled._run_norm(norm, x)
-        torch.testing.assert_close(found, norm(x).bfloat16())
-
-
-@LOOKS
 @pytest.mark.parametrize("repeats", [0, 1, 2])
 def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
     dice = torch.Generator().manual_seed(3)
@@ -69,15 +53,3 @@ def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -
         assert output.transpose(1, 2).is_contiguous()
         found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.gpu
-def test_on_cuda() -> None:
-    """Norms and MLPs of a head are what is compiled, in place; on a CPU nothing is."""
-    layers = torch.nn.ModuleList([LlamaRMSNorm(H), LlamaMLP(CONFIG)]).cuda()
-    x = torch.randn(2, 3, H, device="cuda")
-    wanted = [layer(x) for layer in layers]
-    compiled.compile_layers(layers)
-    torch.testing.assert_close([layer(x) for layer in layers], wanted)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert layers[0](x).dtype == torch.bfloat16

@@ -1,0 +1,109 @@
+"""The layers of a head as they are trained on CUDA: what is between their products is compiled.
+
+Only the order of operations is transformers'. What a layer gives is the same; of 16 bits, what was
+rounded between two passes is no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guided_spec.models.heads.eagle import PARTS
+from guided_spec.models.transformers_version import CACHE_NAMES
+from guided_spec.training.compiled import compiled_on_cuda
+from guided_spec.training.unroll_attention import UNROLLED, unrolled_attention
+
+
+def compile_layers(model: nn.Module) -> None:
+    """In place, what is between the products of heads that are on CUDA: norms, MLPs' gates, and
+    what turns and joins around the attention of an unroll.
+
+    Norms return the dtype of autocast. Products are what reads them, and would each make that of
+    float32 anew.
+    """
+    for module in model.modules():
+        if type(module) in _RUNS and next(module.parameters()).is_cuda:
+            _replace(module)
+
+
+def _replace(module: nn.Module) -> None:
+    vars(module).update(forward=partial(_RUNS[type(module)], module))
+
+
+def _run_norm(norm: Any, x: Tensor) -> Tensor:
+    return _normed(x.flatten(0, -2), norm.weight, norm.variance_epsilon).view_as(x)
+
+
+@compiled_on_cuda
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    kind, wide = x.device.type, x.float()
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    scaled = weight * wide.to(x.dtype)
+    if torch.is_autocast_enabled(kind):
+        return scaled.to(torch.get_autocast_dtype(kind))
+    return scaled
+
+
+def _run_mlp(mlp: Any, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    gated = _gate(mlp.gate_proj(rows), mlp.up_proj(rows), mlp.act_fn)
+    output: Tensor = mlp.down_proj(gated).view_as(x)
+    return output
+
+
+@compiled_on_cuda
+def _gate(gate: Tensor, up: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    return activate(gate) * up
+
+
+def _run_attention(
+    attention: Any, hidden_states: Tensor, *, position_embeddings: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """As the class of ``attention`` does it; compiled where it is that of an unroll.
+
+    Queries, keys and values are [B, T, heads, D] until they are kept: nothing is transposed.
+    """
+    if attention.config._attn_implementation != UNROLLED:
+        options |= {"position_embeddings": position_embeddings}
+        found: tuple[Tensor, None] = type(attention).forward(attention, hidden_states, **options)
+        return found
+    shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+    query = attention.q_proj(hidden_states).view(shape)
+    key = attention.k_proj(hidden_states).view(shape)
+    value = attention.v_proj(hidden_states).view(shape)
+    if isinstance(attention, PARTS["qwen3"].attention):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = _rotate(query, key, *position_embeddings)
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    cache: Any = next(options[name] for name in CACHE_NAMES if name in options)
+    key, value = cache.update(key, value, attention.layer_idx)
+    output = unrolled_attention(query, key, value, scale=attention.scaling)
+    return attention.o_proj(output.transpose(1, 2).flatten(2)), None
+
+
+@compiled_on_cuda
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """By their places. query, key: [B, T, heads, D]. cos, sin: [1 or B, T, D]."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
+
+
+def _half_turn(states: Tensor) -> Tensor:
+    first, second = states.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+_RUNS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: run
+    for parts in PARTS.values()
+    for kind, run in (
+        (parts.norm, _run_norm),
+        (parts.mlp, _run_mlp),
+        (parts.attention, _run_attention),
+    )
+}
