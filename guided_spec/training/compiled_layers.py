@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guided_spec.models.heads.eagle import PARTS
+from guided_spec.models.heads.eagle import PARTS, FirstLayer
 from guided_spec.models.transformers_version import CACHE_NAMES
 from guided_spec.training.compiled import compiled_on_cuda
 from guided_spec.training.unroll_attention import UNROLLED, unrolled_attention
 
 
 def compile_layers(model: nn.Module) -> None:
-    """In place, what is between the products of heads that are on CUDA: norms, MLPs' gates, and
-    what turns and joins around the attention of an unroll.
+    """In place, what is between the products of heads that are on CUDA: norms, with what is joined
+    or added beside them, MLPs' gates, and the rotation for the attention of an unroll.
 
     Norms return the dtype of autocast. Products are what reads them, and would each make that of
     float32 anew.
@@ -41,12 +41,55 @@ def _run_norm(norm: Any, x: Tensor) -> Tensor:
 
 @compiled_on_cuda
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, weight, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     kind, wide = x.device.type, x.float()
     wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     scaled = weight * wide.to(x.dtype)
     if torch.is_autocast_enabled(kind):
         return scaled.to(torch.get_autocast_dtype(kind))
     return scaled
+
+
+def _run_first(layer: Any, embedding: Tensor, hidden: Tensor, **attention: Any) -> Tensor:
+    """``FirstLayer``'s."""
+    norms = layer.input_layernorm, layer.hidden_norm
+    eps: float = layer.hidden_norm.variance_epsilon
+    rows = embedding.flatten(0, -2), hidden.flatten(0, -2)
+    wide = _join_normed(*rows, *(norm.weight for norm in norms), eps)
+    residual = wide[:, hidden.shape[-1] :] if layer.norm_before_residual else rows[1]
+    attended = layer.self_attn(wide.view(*hidden.shape[:-1], -1), **attention)[0]
+    return _run_end(layer, residual, attended)
+
+
+def _run_layer(layer: Any, hidden: Tensor, **attention: Any) -> Tensor:
+    """A decoder layer's."""
+    attended = layer.self_attn(layer.input_layernorm(hidden), **attention)[0]
+    return _run_end(layer, hidden.flatten(0, -2), attended)
+
+
+def _run_end(layer: Any, residual: Tensor, attended: Tensor) -> Tensor:
+    """What a layer does behind its attention, [B, T, H]. residual: [B * T, H]."""
+    norm = layer.post_attention_layernorm
+    rows = attended.flatten(0, -2)
+    states, normed = _add_normed(residual, rows, norm.weight, norm.variance_epsilon)
+    output: Tensor = (states + layer.mlp(normed)).view_as(attended)
+    return output
+
+
+@compiled_on_cuda
+def _join_normed(one: Tensor, other: Tensor, own: Tensor, others: Tensor, eps: float) -> Tensor:
+    """[n, 2 H]: two tensors behind a norm each, with the weights ``own`` and ``others``."""
+    return torch.cat([_norm(one, own, eps), _norm(other, others, eps)], -1)
+
+
+@compiled_on_cuda
+def _add_normed(one: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A sum, and what a norm makes of it."""
+    total = one + other
+    return total, _norm(total, weight, eps)
 
 
 def _run_mlp(mlp: Any, x: Tensor) -> Tensor:
@@ -105,5 +148,7 @@ _RUNS: dict[type[nn.Module], Callable[..., Any]] = {
         (parts.norm, _run_norm),
         (parts.mlp, _run_mlp),
         (parts.attention, _run_attention),
+        (parts.layer, _run_layer),
+        (FirstLayer, _run_first),
     )
 }

@@ -22,8 +22,9 @@ WHOLE: Any = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
 LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, at that of its inputs
 KINDS = ["eagle", "llama", "qwen3", "llama norm_before_residual"]
 CONFIG = LlamaConfig(hidden_size=H, intermediate_size=12, num_attention_heads=2)
+NAMES = ("_gate", "_normed", "_rotate", "_join_normed", "_add_normed")
 COMPILED = [
-    *((compiled_layers, name) for name in ("_gate", "_normed", "_rotate")),
+    *((compiled_layers, name) for name in NAMES),
     *((unroll_attention, name) for name in ("_mixed", "_mixed_backward")),
 ]
 
