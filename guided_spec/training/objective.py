@@ -22,6 +22,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
 from guided_spec.training.compiled import compiled_on_cuda
+from guided_spec.training.rows import pick_rows
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int
 
@@ -253,7 +254,7 @@ class _DraftRows(NamedTuple):
         row = torch.cat(each)
         depth = torch.cat([torch.full_like(rows, at) for at, rows in enumerate(each)])
         order = row.argsort(stable=True)
-        hidden = torch.cat([draft.hidden for draft in drafts]).index_select(0, order)
+        hidden = pick_rows(torch.cat([draft.hidden for draft in drafts]), order)
         return cls(hidden, row[order], depth[order], places)
 
     def chunks(self, row_bytes: int, draft_bytes: int) -> Iterator[slice]:

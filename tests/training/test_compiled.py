@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from guided_spec.training import objective, target_rows, unroll_attention
+from guided_spec.training import objective, rows, target_rows, unroll_attention
 from guided_spec.training.objective import Objective
 from guided_spec.training.target_rows import TargetScores
 
@@ -36,6 +37,23 @@ def test_scores() -> None:
 
 def _whole(run: Any) -> Any:
     return torch.compile(inspect.unwrap(run), **WHOLE)
+
+
+@LOOKS
+@pytest.mark.parametrize("at", [[3, 0, 4], [2], []])
+def test_rows(monkeypatch: pytest.MonkeyPatch, at: list[int]) -> None:
+    states, picked = torch.randn(N, D, requires_grad=True), torch.tensor(at, dtype=torch.int64)
+    weights = torch.randn(len(at), D)
+    found: list[Any] = []
+    for pick in (Tensor.index_select, lambda states, _, at: rows.pick_rows(states, at)):
+        output = pick(states, 0, picked)
+        found.append([output, *torch.autograd.grad((output * weights).sum(), states)])
+    monkeypatch.setattr(rows, "_put_back", _whole(rows._put_back))
+    output = rows.pick_rows(states, picked)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(
+        [output, *torch.autograd.grad((output * weights).sum(), states)], found[0], rtol=0, atol=0
+    )
 
 
 @LOOKS

@@ -40,7 +40,6 @@ from guided_spec.training.algorithms.heads import (
     head_masks,
     head_shape,
     make_trainable,
-    pick,
     shift,
     trained_drafts,
     unroll_mask,
@@ -53,6 +52,7 @@ from guided_spec.training.objective import (
     Objective,
     measure,
 )
+from guided_spec.training.rows import pick_rows
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
@@ -324,7 +324,8 @@ class Anchors(NamedTuple):
         """Of the blocks' outputs [B, A, H] at a depth, those that are trained."""
         places = self.chosen & (targets.at_depth(depth) >= 0)
         rows = places.nonzero(as_tuple=True)[0]
-        return DraftStates(places, pick(output, rows * output.shape[1] + self.slot[places]))
+        at = rows * output.shape[1] + self.slot[places]
+        return DraftStates(places, pick_rows(output.flatten(0, 1), at))
 
 
 def _mix(seed: int, indices: list[int]) -> int:

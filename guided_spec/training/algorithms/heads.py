@@ -51,6 +51,7 @@ from guided_spec.training.algorithms.options import (
     ShapeOptions,
 )
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
+from guided_spec.training.rows import pick_rows
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
@@ -268,12 +269,9 @@ def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftSt
 
 def trained_drafts(hidden: Tensor, places: Tensor) -> DraftStates:
     """Of states [B, A, H], those of the trained places, bool [B, A]."""
-    return DraftStates(places, pick(hidden, places.flatten().nonzero().squeeze(1)))
-
-
-def pick(hidden: Tensor, at: Tensor) -> Tensor:
-    """[n, H] of [B, A, H] at int64 [n] of B * A places. Its gradient has nothing to sort."""
-    return hidden.flatten(0, 1).index_select(0, at)
+    return DraftStates(
+        places, pick_rows(hidden.flatten(0, 1), places.flatten().nonzero().squeeze(1))
+    )
 
 
 class HeadTraining(nn.Module):
