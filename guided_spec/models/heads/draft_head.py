@@ -165,6 +165,14 @@ def layer_run(layer: nn.Module, *, recompute: bool) -> Callable[..., Tensor]:
     return partial(checkpoint, layer, use_reentrant=False) if recompute else layer
 
 
+def product_input(states: Tensor, weight: Tensor) -> Tensor:
+    """``states`` in the dtype of ``weight``; as they are where they have that of autocast."""
+    kind = states.device.type
+    if torch.is_autocast_enabled(kind) and states.dtype == torch.get_autocast_dtype(kind):
+        return states
+    return states.to(weight.dtype)
+
+
 class LayoutHead(nn.Module):
     """A ``DraftHead`` that its config.json describes; made by ``from_checkpoint`` or ``fresh``.
 

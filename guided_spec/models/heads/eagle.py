@@ -56,6 +56,7 @@ from guided_spec.models.heads.draft_head import (
     HeadArguments,
     LayoutHead,
     layer_run,
+    product_input,
 )
 from guided_spec.models.transformers_version import cache_keyword
 from guided_spec.types import require_int
@@ -407,16 +408,16 @@ class Eagle3Head(LayoutHead):
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H_target] fused to [..., H]."""
-        hidden_states = hidden_states.to(self.norm.weight.dtype)
+        wanted: torch.dtype = self.norm.weight.dtype
         if self.fc is None:
-            return hidden_states
+            return hidden_states.to(wanted)
         if self.input_norm is not None:
-            hidden_states = self.input_norm(hidden_states)
+            hidden_states = self.input_norm(hidden_states.to(wanted))
         if self.fc_norm is not None:
-            chunks = hidden_states.chunk(len(self.fc_norm), -1)
+            chunks = hidden_states.to(wanted).chunk(len(self.fc_norm), -1)
             normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
             hidden_states = torch.cat(normed, -1)
-        fused: Tensor = self.fc(hidden_states)
+        fused: Tensor = self.fc(product_input(hidden_states, self.fc.weight))
         return fused
 
     @torch.inference_mode()

@@ -59,6 +59,19 @@ def test_every_weight_is_float32_and_gets_a_gradient(kind: str, name: str) -> No
     assert all(torch.equal(t, before[key]) for key, t in target.state_dict().items())
 
 
+def test_states_are_widened_only_where_a_product_needs_it() -> None:
+    head: Any = fresh_head("eagle3", build("llama"))
+    states, fed = torch.randn(1, 3, head.fc.in_features).bfloat16(), []
+    head.fc.register_forward_pre_hook(lambda _, given: fed.append(given[0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = head.features(states)
+        wide = head.features(states.float())
+    assert torch.equal(narrow, wide)
+    head.features(states)
+    assert [given.dtype for given in fed] == [torch.bfloat16, torch.float32, torch.float32]
+    assert fed[0] is states
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_embedding_takes_no_gradient(kind: str) -> None:
     target: Any = build("llama")

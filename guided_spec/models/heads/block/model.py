@@ -38,7 +38,7 @@ from guided_spec.models.heads.block.transitions import (
     MarkovHead,
     Transition,
 )
-from guided_spec.models.heads.draft_head import LayoutHead, layer_run
+from guided_spec.models.heads.draft_head import LayoutHead, layer_run, product_input
 from guided_spec.ops.slot_attention import KeyValues
 
 
@@ -232,7 +232,7 @@ class BlockHead(LayoutHead):
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H] fused to [..., H]."""
-        fused: Tensor = self.hidden_norm(self.fc(hidden_states.to(self.norm.weight.dtype)))
+        fused: Tensor = self.hidden_norm(self.fc(product_input(hidden_states, self.fc.weight)))
         return fused
 
     def context(self, features: Tensor, position_ids: Tensor) -> list[KeyValues]:
