@@ -197,7 +197,9 @@ class Objective:
         return cls(weights, LossMixture.parse(loss), masked)
 
 
-CHUNK_BYTES = 2**31  # what the scores of a chunk of rows may take, all tables of them together
+# What the scores of a chunk of rows may take, all tables of them together. The gradients of an
+# output head are written and added once a chunk: few are better.
+CHUNK_BYTES = 2**32
 TABLES = (3, 8)  # float32, V wide for each row of the target, and D wide for each draft
 
 
@@ -426,8 +428,13 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Those, times the scalar's own."""
-        known = (None if part is None else upstream[0] * part for part in ctx.gradients)
+        known = (None if part is None else _scale(part, upstream[0]) for part in ctx.gradients)
         return (None, None, *known)
+
+
+@compiled_on_cuda
+def _scale(values: Tensor, factor: Tensor) -> Tensor:
+    return values * factor
 
 
 class _Tally:
