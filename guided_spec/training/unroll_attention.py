@@ -98,9 +98,8 @@ class _Unrolled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        groups, length = query.shape[1] // key.shape[1], query.shape[2]
-        keys, values = _Parts.of(key, length), _Parts.of(value, length)
-        text = _causal(query, _repeat(keys.text, groups), _repeat(values.text, groups), scale)
+        keys, values = (_Parts.of(part, query.shape[2]) for part in (key, value))
+        text = _causal(query, keys.text, values.text, scale)
         depths = _Depths(keys.depths, values.depths)
         output, total = _mixed(query, depths, text.output, text.total, scale)
         ctx.save_for_backward(query, key, value, output, total)
@@ -110,24 +109,18 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, total = ctx.saved_tensors
-        groups, length = query.shape[1] // key.shape[1], query.shape[2]
-        keys, values = _Parts.of(key, length), _Parts.of(value, length)
+        keys, values = (_Parts.of(part, query.shape[2]) for part in (key, value))
         grad = upstream[0].to(query.dtype)
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        repeated = _repeat(keys.text, groups), _repeat(values.text, groups)
         whole, depths = _Causal(output, total, ctx.state), _Depths(keys.depths, values.depths)
-        text = _causal_backward(grad, query, *repeated, whole, ctx.scale)
+        text = _causal_backward(grad, query, keys.text, values.text, whole, ctx.scale)
         mine = whole._replace(state=())
         return (*_mixed_backward(grad, query, mine, depths, text, ctx.scale), None)
 
 
 def _wide(states: Tensor) -> Tensor:
     return states.to(torch.promote_types(states.dtype, torch.float32))
-
-
-def _repeat(states: Tensor, groups: int) -> Tensor:
-    return states.repeat_interleave(groups, 1) if groups > 1 else states.contiguous()
 
 
 @compiled_on_cuda
@@ -155,8 +148,7 @@ def _mixed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, of keys and of values.
 
-    whole: of text and depths. text: the gradients by the text's part, of keys and values for each
-    query head.
+    whole: of text and depths. text: such gradients, by the text's part.
     """
     keys, values = depths
     split = (-1, query.shape[1] // keys.shape[1])
@@ -166,8 +158,8 @@ def _mixed_backward(
     inner = share * (_scores(grad, values, split[1]) - delta) * scale
     return (
         _laid_out(_wide(text[0]) + _mix(inner, keys).flatten(1, 2), query.dtype),
-        _joined(text[1], _spread(inner, query), split[1], keys.dtype),
-        _joined(text[2], _spread(share, grad), split[1], values.dtype),
+        _joined(text[1], _spread(inner, query), keys.dtype),
+        _joined(text[2], _spread(share, grad), values.dtype),
     )
 
 
@@ -202,13 +194,14 @@ def _spread(shares: Tensor, queries: Tensor) -> Tensor:
     return torch.stack(found, 2) if found else split[:, :, :0]
 
 
-def _joined(text: Tensor, depths: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    summed = _wide(text).unflatten(1, (-1, groups)).sum(2)
-    return torch.cat([summed, depths.flatten(2, 3)], 2).to(dtype)
+def _joined(text: Tensor, depths: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.cat([_wide(text), depths.flatten(2, 3)], 2).to(dtype)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Causal:
+    """CUDA's kernel knows keys that query heads share; that of the CPU has them repeated."""
     if query.device.type == "cpu":
+        key, value = (_repeat(part, query.shape[1]) for part in (key, value))
         output, total = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=True, scale=scale
         )
@@ -223,18 +216,29 @@ def _causal_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Causal, scale: float
 ) -> list[Tensor]:
     """Gradients of query, key and value by their part of the softmax that ``whole`` is of."""
-    given = (grad, query, key, value, whole.output, whole.total)
     if query.device.type == "cpu":
-        found: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, dropout_p=0.0, is_causal=True, scale=scale
+        repeated = (_repeat(part, query.shape[1]) for part in (key, value))
+        of_query, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad, query, *repeated, whole.output, whole.total),
+            dropout_p=0.0,
+            is_causal=True,
+            scale=scale,
         )
-        return list(found)
+        return [of_query, *(_wide(x).unflatten(1, (key.shape[1], -1)).sum(2) for x in others)]
     names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
     state = dict(zip(names, whole.state, strict=True))
-    found = aten._scaled_dot_product_flash_attention_backward(
-        *given, dropout_p=0.0, is_causal=True, scale=scale, **state
+    found: Any = aten._scaled_dot_product_flash_attention_backward(
+        *(grad, query, key, value, whole.output, whole.total),
+        dropout_p=0.0,
+        is_causal=True,
+        scale=scale,
+        **state,
     )
     return list(found)
+
+
+def _repeat(states: Tensor, heads: int) -> Tensor:
+    return states.repeat_interleave(heads // states.shape[1], 1)
 
 
 def _attend(
