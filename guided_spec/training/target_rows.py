@@ -198,7 +198,14 @@ def _read(
     if bitmask is not None and known is not None:
         scores = forbid(scores, unpack_bitmask(bitmask, scores.shape[-1]))
         legal = unpack_bitmask(known, kept.shape[-1])
-    return kept, scores.logsumexp(-1), scores.argmax(-1), legal
+    return kept, _log_sum(scores), scores.argmax(-1), legal
+
+
+def _log_sum(scores: Tensor) -> Tensor:
+    """``logsumexp(-1)`` of finite scores, as softmax has it: compiled it is one pass, not two."""
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - highest).exp().sum(-1, keepdim=True)
+    return (total.log() + highest).squeeze(-1)
 
 
 def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:
