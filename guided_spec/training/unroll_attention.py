@@ -101,7 +101,9 @@ class _Unrolled(torch.autograd.Function):
         keys, values = (_Parts.of(part, query.shape[2]) for part in (key, value))
         text = _causal(query, keys.text, values.text, scale)
         depths = _Depths(keys.depths, values.depths)
-        output, total = _mixed(query, depths, text.output, text.total, scale)
+        output, total = text.output, text.total
+        if depths.keys.shape[2]:
+            output, total = _mixed(query, depths, output, total, scale)
         ctx.save_for_backward(query, key, value, output, total)
         ctx.scale, ctx.state = scale, text.state
         return output
@@ -115,8 +117,9 @@ class _Unrolled(torch.autograd.Function):
             grad = grad.contiguous()
         whole, depths = _Causal(output, total, ctx.state), _Depths(keys.depths, values.depths)
         text = _causal_backward(grad, query, keys.text, values.text, whole, ctx.scale)
-        mine = whole._replace(state=())
-        return (*_mixed_backward(grad, query, mine, depths, text, ctx.scale), None)
+        if depths.keys.shape[2]:
+            text = _mixed_backward(grad, query, whole._replace(state=()), depths, text, ctx.scale)
+        return (*(part.to(query.dtype) for part in text), None)
 
 
 def _wide(states: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ def _mixed_backward(
     depths: _Depths,
     text: list[Tensor],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """The gradients of queries, of keys and of values.
 
     whole: of text and depths. text: such gradients, by the text's part.
@@ -156,11 +159,11 @@ def _mixed_backward(
     share = (scores - whole.total.unflatten(1, split).unsqueeze(-1)).exp()
     delta = (_wide(grad) * _wide(whole.output)).sum(-1).unflatten(1, split).unsqueeze(-1)
     inner = share * (_scores(grad, values, split[1]) - delta) * scale
-    return (
+    return [
         _laid_out(_wide(text[0]) + _mix(inner, keys).flatten(1, 2), query.dtype),
         _joined(text[1], _spread(inner, query), keys.dtype),
         _joined(text[2], _spread(share, grad), values.dtype),
-    )
+    ]
 
 
 def _laid_out(states: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,7 +179,7 @@ def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
     """Products of each query with what its place has at each depth; float32 or wider."""
     split = _wide(query).unflatten(1, (-1, groups))
     found = [(split * states.unsqueeze(2)).sum(-1) for states in depths.unbind(2)]
-    return torch.stack(found, -1) if found else split[..., :0]
+    return torch.stack(found, -1)
 
 
 def _mix(shares: Tensor, depths: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ def _spread(shares: Tensor, queries: Tensor) -> Tensor:
     """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
     split = _wide(queries).unflatten(1, (shares.shape[1], -1))
     found = [(share.unsqueeze(-1) * split).sum(2) for share in shares.unbind(-1)]
-    return torch.stack(found, 2) if found else split[:, :, :0]
+    return torch.stack(found, 2)
 
 
 def _joined(text: Tensor, depths: Tensor, dtype: torch.dtype) -> Tensor:
