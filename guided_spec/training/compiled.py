@@ -6,7 +6,7 @@ runs as well without; on a CPU it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ Returned = TypeVar("Returned")
 def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
     """``run``, compiled for calls whose first argument, a tensor [..., D], is on CUDA.
 
+    Tensors are [n], [n, D] or [B, heads, ..., T, D]. Widths and heads are those of a model and
+    compiled in, since kernels divide by them for each number that they read; n, B and T are not.
     Tensors of one row of D and of none would compile anew, and are left out.
     """
     compiled: list[Callable[..., Returned]] = []
@@ -29,6 +31,17 @@ def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
             return run(first, *others, **named)
         if not compiled:  # not on import, which it would slow down
             compiled.append(torch.compile(run, dynamic=True))
+        _fix_widths((first, *others))
         return compiled[0](first, *others, **named)
 
     return call
+
+
+def _fix_widths(arguments: Iterable[Any]) -> None:
+    for argument in arguments:
+        if isinstance(argument, Tensor) and argument.dim() >= 2:
+            torch._dynamo.mark_static(argument, argument.dim() - 1)
+            if argument.dim() >= 4:
+                torch._dynamo.mark_static(argument, 1)
+        elif isinstance(argument, list | tuple):
+            _fix_widths(argument)

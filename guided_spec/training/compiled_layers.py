@@ -109,7 +109,7 @@ def _run_attention(
 ) -> tuple[Tensor, None]:
     """As the class of ``attention`` does it; compiled where it is that of an unroll.
 
-    Queries, keys and values are [B, T, heads, D] until they are kept: nothing is transposed.
+    Queries, keys and values lie in memory as products make them: nothing is transposed.
     """
     if attention.config._attn_implementation != UNROLLED:
         options |= {"position_embeddings": position_embeddings}
@@ -121,8 +121,8 @@ def _run_attention(
     value = attention.v_proj(hidden_states).view(shape)
     if isinstance(attention, PARTS["qwen3"].attention):
         query, key = attention.q_norm(query), attention.k_norm(key)
-    query, key = _rotate(query, key, *position_embeddings)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    query, key = _rotate(query, key, *position_embeddings)
     cache: Any = next(options[name] for name in CACHE_NAMES if name in options)
     key, value = cache.update(key, value, attention.layer_idx)
     output = unrolled_attention(query, key, value, scale=attention.scaling)
@@ -131,8 +131,8 @@ def _run_attention(
 
 @compiled_on_cuda
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """By their places. query, key: [B, T, heads, D]. cos, sin: [1 or B, T, D]."""
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    """By their places. query, key: [B, heads, T, D]. cos, sin: [1 or B, T, D]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
 
 

@@ -159,7 +159,8 @@ class TargetRows:
         """Of int64 [n] rows."""
         logits, masks = self.head.logits(self.head.normed(self.last[rows])), self.masks[rows]
         own = (None if words is None else words[masks] for words in (self.bitmask, self.known))
-        return TargetScores(*_read(logits, self.target_ids, *own), self.token[rows])
+        ids = None if self.target_ids is None else self.target_ids.unsqueeze(0)
+        return TargetScores(*_read(logits, ids, *own), self.token[rows])
 
     def has_legal(self, draft_size: int) -> Tensor:
         """Bool [N]: whether any of the draft's D tokens is legal."""
@@ -192,8 +193,11 @@ class TargetScores(NamedTuple):
 def _read(
     logits: Tensor, target_ids: Tensor | None, bitmask: Tensor | None, known: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``TargetScores`` but for the token. bitmask, known: int32, rows of ``TargetRows``'."""
-    kept = logits if target_ids is None else logits[:, target_ids]
+    """``TargetScores`` but for the token.
+
+    target_ids: int64 [1, D]. bitmask, known: int32, rows of ``TargetRows``'.
+    """
+    kept = logits if target_ids is None else logits[:, target_ids[0]]
     scores, legal = logits.float(), None
     if bitmask is not None and known is not None:
         scores = forbid(scores, unpack_bitmask(bitmask, scores.shape[-1]))

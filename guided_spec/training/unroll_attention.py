@@ -80,7 +80,7 @@ class _Depths(NamedTuple):
 
 
 class _Causal(NamedTuple):
-    """output: [B, H, T, D]. total: float32 [B, H, T], the logarithm of the sum of the exponentials.
+    """output: [B, H, T, D]. total: float32 [B, H, T, 1], the log of the sum of the exponentials.
 
     state: what CUDA's backward pass is handed beside these.
     """
@@ -103,7 +103,7 @@ class _Unrolled(torch.autograd.Function):
         depths = _Depths(keys.depths, values.depths)
         output, total = text.output, text.total
         if depths.keys.shape[2]:
-            output, total = _mixed(query, depths, output, total, scale)
+            output, total = _mixed(query, depths, text._replace(state=()), scale)
         ctx.save_for_backward(query, key, value, output, total)
         ctx.scale, ctx.state = scale, text.state
         return output
@@ -127,17 +127,15 @@ def _wide(states: Tensor) -> Tensor:
 
 
 @compiled_on_cuda
-def _mixed(
-    query: Tensor, depths: _Depths, output: Tensor, total: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The whole output and ``total``, from the text's and what is at each depth."""
+def _mixed(query: Tensor, depths: _Depths, text: _Causal, scale: float) -> tuple[Tensor, Tensor]:
+    """The output and ``total`` of text and depths."""
     groups = query.shape[1] // depths.keys.shape[1]
     scores = _scores(query, depths.keys, groups) * scale
-    ours = total.unflatten(1, (-1, groups)).unsqueeze(-1)
+    ours = text.total.unflatten(1, (-1, groups))
     whole = torch.cat([ours, scores], -1).logsumexp(-1, keepdim=True)
     mixed = _mix((scores - whole).exp(), depths.values)
-    mixed = mixed + (ours - whole).exp() * output.unflatten(1, (-1, groups))
-    return _laid_out(mixed.flatten(1, 2), query.dtype), whole.squeeze(-1).flatten(1, 2)
+    mixed = mixed + (ours - whole).exp() * text.output.unflatten(1, (-1, groups))
+    return _laid_out(mixed.flatten(1, 2), query.dtype), whole.flatten(1, 2)
 
 
 @compiled_on_cuda
@@ -156,7 +154,7 @@ def _mixed_backward(
     keys, values = depths
     split = (-1, query.shape[1] // keys.shape[1])
     scores = _scores(query, keys, split[1]) * scale
-    share = (scores - whole.total.unflatten(1, split).unsqueeze(-1)).exp()
+    share = (scores - whole.total.unflatten(1, split)).exp()
     delta = (_wide(grad) * _wide(whole.output)).sum(-1).unflatten(1, split).unsqueeze(-1)
     inner = share * (_scores(grad, values, split[1]) - delta) * scale
     return [
@@ -208,11 +206,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Causal:
         output, total = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=True, scale=scale
         )
-        return _Causal(output, total, ())
+        return _Causal(output, total.unsqueeze(-1), ())
     output, total, *state = aten._scaled_dot_product_flash_attention(
         query, key, value, is_causal=True, scale=scale
     )
-    return _Causal(output, total, tuple(state[:6]))
+    return _Causal(output, total.unsqueeze(-1), tuple(state[:6]))
 
 
 def _causal_backward(
@@ -222,7 +220,7 @@ def _causal_backward(
     if query.device.type == "cpu":
         repeated = (_repeat(part, query.shape[1]) for part in (key, value))
         of_query, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad, query, *repeated, whole.output, whole.total),
+            *(grad, query, *repeated, whole.output, whole.total.squeeze(-1)),
             dropout_p=0.0,
             is_causal=True,
             scale=scale,
@@ -231,7 +229,7 @@ def _causal_backward(
     names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
     state = dict(zip(names, whole.state, strict=True))
     found: Any = aten._scaled_dot_product_flash_attention_backward(
-        *(grad, query, key, value, whole.output, whole.total),
+        *(grad, query, key, value, whole.output, whole.total.squeeze(-1)),
         dropout_p=0.0,
         is_causal=True,
         scale=scale,

@@ -9,25 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.training import objective, rows, target_rows, unroll_attention
+from guided_spec.training import compiled, objective, rows, target_rows, unroll_attention
 from guided_spec.training.objective import Objective
 from guided_spec.training.target_rows import TargetScores
+from tests.training.compiled_whole import LOOKS, compiled_whole
 
 V, D, N, M = 64, 32, 5, 9
-WHOLE: Any = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
-LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, at that of its inputs
 
 
 def test_scores() -> None:
     dice = torch.Generator().manual_seed(2)
     words = torch.randint(-(2**31), 2**31, (N, 3), generator=dice, dtype=torch.int32)
     masks = words.tensor_split([2], 1)
-    given = (torch.randn(N, V, generator=dice).bfloat16(), torch.arange(0, V, 2), *masks)
+    given = (torch.randn(N, V, generator=dice).bfloat16(), torch.arange(0, V, 2)[None], *masks)
     token, at = torch.arange(N), torch.arange(M) // 2
     draft = torch.randn(M, D, generator=dice).bfloat16().requires_grad_()
     aim = Objective.parse(steps=1, decay=1.0, loss="kl=0.9,total_variation=0.1", masked=True)
     found: list[Any] = []
-    for run in (inspect.unwrap, _whole):
+    for run in (inspect.unwrap, compiled_whole):
         read: Any = run(target_rows._read)
         goal = TargetScores._make([*read(*given), token])
         parts = run(objective._compare)(draft, goal, at, aim, doubts=True)
@@ -35,8 +34,22 @@ def test_scores() -> None:
     torch.testing.assert_close(*found)
 
 
-def _whole(run: Any) -> Any:
-    return torch.compile(inspect.unwrap(run), **WHOLE)
+def test_widths_are_compiled_in_and_rows_are_not() -> None:
+    kept: list[Any] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        kept.append([part.shape for part in given if isinstance(part, Tensor)])
+        return graph
+
+    def add(parts: Any) -> Any:
+        return parts[0] + parts[1]
+
+    run: Any = torch.compile(add, dynamic=True, backend=keep)
+    for sizes in [(2, 4, 3, 8), (5, 4, 6, 8), (3, 7), (2, 7), (6, 7), (2, 9)]:
+        parts = [torch.ones(sizes), torch.ones(1, *sizes[1:])]
+        compiled._fix_widths([parts])
+        run(parts)
+    assert [[*shapes[0]][1::2] for shapes in kept] == [[4, 8], [7], [9]]
 
 
 @LOOKS
@@ -48,7 +61,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, at: list[int]) -> None:
     for pick in (Tensor.index_select, lambda states, _, at: rows.pick_rows(states, at)):
         output = pick(states, 0, picked)
         found.append([output, *torch.autograd.grad((output * weights).sum(), states)])
-    monkeypatch.setattr(rows, "_put_back", _whole(rows._put_back))
+    monkeypatch.setattr(rows, "_put_back", compiled_whole(rows._put_back))
     output = rows.pick_rows(states, picked)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     torch.testing.assert_close(
@@ -64,7 +77,7 @@ def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -
     given = [torch.randn(2, *size, 8, generator=dice, requires_grad=True) for size in sizes]
     weights = torch.linspace(-1, 1, 5 * 4 * 8).view(5, 4, 8).transpose(0, 1)
     found: list[Any] = []
-    for run in (inspect.unwrap, _whole):
+    for run in (inspect.unwrap, compiled_whole):
         for name in ("_mixed", "_mixed_backward"):
             monkeypatch.setattr(unroll_attention, name, run(vars(unroll_attention)[name]))
         output = unroll_attention.unrolled_attention(*given, scale=0.3)

@@ -16,10 +16,9 @@ from guided_spec.models.heads.eagle import Eagle3Head, Eagle3Layout, EagleHead, 
 from guided_spec.training import compiled_layers, unroll_attention
 from guided_spec.training.algorithms.heads import unroll
 from tests.models.tiny import build
+from tests.training.compiled_whole import LOOKS, compiled_whole
 
 H = 8
-WHOLE: Any = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
-LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, at that of its inputs
 KINDS = ["eagle", "llama", "qwen3", "llama norm_before_residual"]
 CONFIG = LlamaConfig(hidden_size=H, intermediate_size=12, num_attention_heads=2)
 NAMES = ("_gate", "_normed", "_rotate", "_join_normed", "_add_normed")
@@ -33,10 +32,6 @@ COMPILED = [
 def _forget() -> None:
     """Each test compiles anew: a function has a limited number of variants."""
     torch.compiler.reset()
-
-
-def _whole(run: Any) -> Any:
-    return torch.compile(inspect.unwrap(run), **WHOLE)
 
 
 def _trained(head: Any, *, recompute: bool) -> list[Tensor]:
@@ -81,10 +76,10 @@ def test_layers_of_an_unroll(kind: str, recompute: bool) -> None:  # noqa: FBT00
 
 @LOOKS
 @pytest.mark.parametrize("kind", KINDS[-2:])
-def test_an_unroll_compiles_whole(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_unroll_compilescompiled_whole(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     wanted = _trained(_head(kind), recompute=False)
     for module, name in COMPILED:
-        monkeypatch.setattr(module, name, _whole(vars(module)[name]))
+        monkeypatch.setattr(module, name, compiled_whole(vars(module)[name]))
     torch.testing.assert_close(
         _trained(_replaced(kind), recompute=False), wanted, rtol=1e-5, atol=1e-5
     )
@@ -93,7 +88,7 @@ def test_an_unroll_compiles_whole(monkeypatch: pytest.MonkeyPatch, kind: str) ->
 @LOOKS
 def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, norm, x = LlamaMLP(CONFIG), LlamaRMSNorm(H), torch.randn(2, 3, H)
-    for run in (inspect.unwrap, _whole):
+    for run in (inspect.unwrap, compiled_whole):
         for name in ("_gate", "_normed"):
             monkeypatch.setattr(compiled_layers, name, run(vars(compiled_layers)[name]))
         torch.testing.assert_close(compiled_layers._run_mlp(mlp, x), mlp(x))
