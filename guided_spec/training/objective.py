@@ -22,7 +22,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
 from guided_spec.training.compiled import compiled_on_cuda
-from guided_spec.training.rows import pick_rows
+from guided_spec.training.rows import Places, pick_rows
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int
 
@@ -127,11 +127,11 @@ def _positive(text: str, weight: str) -> float:
 class DraftStates(NamedTuple):
     """What a draft is scored by at one depth.
 
-    places: bool [B, T], n of them true: where it drafts; place p is for token p + 2 + depth.
+    places: the n where it drafts; place p is for token p + 2 + depth.
     hidden: [n, H], with gradient; ``DraftScorer.logits`` makes scores of them.
     """
 
-    places: Tensor
+    places: Places
     hidden: Tensor
 
 
@@ -231,8 +231,9 @@ def measure(
     for depth, weight in enumerate(objective.weights):
         if weight > 0:
             metrics[f"loss_{depth}"] = Metric(loss.totals[depth], loss.counts[depth])
-        places = targets.at_depth(depth) >= 0 if depth >= len(rows.places) else rows.places[depth]
-        metrics |= tally.add(depth, places, loss.verdicts(targets.at_depth(depth)[places], depth))
+        places = rows.places[depth] if depth < len(rows.places) else targets.places(depth)
+        drafted = places.read(targets.at_depth(depth))
+        metrics |= tally.add(depth, places, loss.verdicts(drafted, depth))
         chosen.append(tally.choice)
     return TrainingOutput(torch.stack(chosen), loss.result(), metrics)
 
@@ -240,39 +241,50 @@ def measure(
 class _DraftRows(NamedTuple):
     """M drafts of all depths, those of one row of the target beside each other.
 
-    hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. places: bool [B, T]
-    of each depth.
+    hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. places: of each
+    depth. own: int64 [n] of each depth, which of the M its drafts are.
     """
 
     hidden: Tensor
     row: Tensor
     depth: Tensor
-    places: list[Tensor]
+    places: list[Places]
+    own: list[Tensor]
 
     @classmethod
     def gather(cls, drafts: list[DraftStates], targets: TargetRows) -> _DraftRows:
         places = [draft.places for draft in drafts]
-        each = [targets.at_depth(depth)[place] for depth, place in enumerate(places)]
+        each = [place.read(targets.at_depth(depth)) for depth, place in enumerate(places)]
         row = torch.cat(each)
         depth = torch.cat([torch.full_like(rows, at) for at, rows in enumerate(each)])
         order = row.argsort(stable=True)
         hidden = pick_rows(torch.cat([draft.hidden for draft in drafts]), order)
-        return cls(hidden, row[order], depth[order], places)
+        own = order.argsort().split([len(rows) for rows in each])
+        return cls(hidden, row[order], depth[order], places, list(own))
 
-    def chunks(self, row_bytes: int, draft_bytes: int) -> Iterator[slice]:
+    def chunks(self, row_bytes: int, draft_bytes: int) -> Iterator[_Chunk]:
         """All drafts, those of a row together, as many at a time as ``CHUNK_BYTES`` allow.
 
         Once if there is none.
         """
-        counts = self.row.unique_consecutive(return_counts=True)[1]
+        rows, at, counts = self.row.unique_consecutive(return_inverse=True, return_counts=True)
         last = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu()
         total = torch.arange(len(last)) * row_bytes + last * draft_bytes
         start = 0
         while start < max(1, len(counts)):
             fitting = int(torch.searchsorted(total, total[start] + CHUNK_BYTES, right=True)) - 1
             end = min(max(start + 1, fitting), len(counts))
-            yield slice(int(last[start]), int(last[end]))
+            own = slice(int(last[start]), int(last[end]))
+            yield _Chunk(own, rows[start:end], at[own] - start)
             start = max(1, end)
+
+
+class _Chunk(NamedTuple):
+    """own: m drafts. rows: int64 [k], the target's. at: int64 [m], which of these each is of."""
+
+    own: slice
+    rows: Tensor
+    at: Tensor
 
 
 class _Verdicts(NamedTuple):
@@ -361,11 +373,10 @@ class _FusedLoss:
             return 4 * vocab_size, 2 * self.size * self._like.itemsize
         return 4 * TABLES[0] * vocab_size, 4 * TABLES[1] * self.size
 
-    def add(self, own: slice) -> None:
+    def add(self, chunk: _Chunk) -> None:
         """Score these drafts, and what the target has in their rows."""
-        rows = self._rows
-        row, at = rows.row[own].unique_consecutive(return_inverse=True)
-        goal, depth, keep = self._targets.score(row), rows.depth[own], self._keep[own]
+        rows, own, at = self._rows, chunk.own, chunk.at
+        goal, depth, keep = self._targets.score(chunk.rows), rows.depth[own], self._keep[own]
         hidden = rows.hidden[own].detach().requires_grad_(self._needs_gradient)
         logits = self._scorer.logits(hidden)
         doubts = self._scorer.confidence is not None
@@ -410,7 +421,7 @@ class _FusedLoss:
     def verdicts(self, rows: Tensor, depth: int) -> _Verdicts:
         """On what was drafted at a depth; rows: int64 [n], of the target, ascending."""
         scored = min(depth, len(self._rows.places) - 1)
-        own = (self._rows.depth == scored).nonzero().flatten()
+        own = self._rows.own[scored]
         own = own[torch.searchsorted(self._rows.row[own], rows)]
         return _Verdicts(*(torch.cat(parts)[own] for parts in zip(*self._verdicts, strict=True)))
 
@@ -448,21 +459,14 @@ class _Tally:
         self._stays = torch.ones(batch.loss_mask.shape, device=batch.loss_mask.device)
         self.choice = batch.token_ids
 
-    def add(self, depth: int, places: Tensor, verdicts: _Verdicts) -> dict[str, Metric]:
-        """The metrics of one more depth; places: bool [B, T], of the n verdicts."""
-        self._counted = self._counted & places
-        self._agrees = self._agrees & _spread(verdicts.agrees, places, fill=False)
-        self._stays = self._stays * _spread(verdicts.overlap, places, fill=0.0)
-        self.choice = _spread(verdicts.best, places, fill=-1)
+    def add(self, depth: int, places: Places, verdicts: _Verdicts) -> dict[str, Metric]:
+        """The metrics of one more depth; places: of the n verdicts."""
+        self._counted = self._counted & places.mask
+        self._agrees = self._agrees & places.spread(verdicts.agrees, fill=False)
+        self._stays = self._stays * places.spread(verdicts.overlap, fill=0.0)
+        self.choice = places.spread(verdicts.best, fill=-1)
         count = self._counted.sum().float()
         return {
             f"accept_{depth}": Metric((self._agrees & self._counted).sum().float(), count),
             f"overlap_{depth}": Metric((self._stays * self._counted).sum(), count),
         }
-
-
-def _spread(values: Tensor, places: Tensor, *, fill: float) -> Tensor:
-    """[B, T] with ``values`` [n] at the n true ``places``."""
-    spread = torch.full(places.shape, fill, dtype=values.dtype, device=values.device)
-    spread[places] = values
-    return spread

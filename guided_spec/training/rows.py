@@ -1,13 +1,39 @@
-"""Rows of a tensor, each picked once at most: their gradient is a copy, and needs no sums."""
+"""Rows of a tensor, each picked once at most: their gradient is a copy, and needs no sums.
+
+Which rows, a mask says. To count those of one the host waits for the device, so that it is done
+once a mask, and where possible before there is work to wait for.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.training.compiled import compiled_on_cuda
+
+
+class Places(NamedTuple):
+    """Some of the B * T places of texts. mask: bool [B, T]. at: int64 [n], which, ascending."""
+
+    mask: Tensor
+    at: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Places:
+        """Waits for the device of ``mask``."""
+        return cls(mask, mask.flatten().nonzero().squeeze(1))
+
+    def read(self, values: Tensor) -> Tensor:
+        """[n, ...] of [B, T, ...]."""
+        return values.flatten(0, 1)[self.at]
+
+    def spread(self, values: Tensor, *, fill: float) -> Tensor:
+        """[B, T] with ``values`` [n] at the places, and ``fill`` elsewhere."""
+        spread = torch.full(self.mask.shape, fill, dtype=values.dtype, device=values.device)
+        spread.view(-1)[self.at] = values
+        return spread
 
 
 def pick_rows(states: Tensor, at: Tensor) -> Tensor:

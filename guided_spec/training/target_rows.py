@@ -21,6 +21,7 @@ from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.compiled import compiled_on_cuda
+from guided_spec.training.rows import Places
 
 TOLERANCE = 0.02  # relative to the largest logit: rounding of half precision, not a forgotten step
 
@@ -126,8 +127,8 @@ class TargetRows:
         places = batch.loss_mask.clone()
         places[:, 0] = False
         index = places.flatten().cumsum(0).view_as(places) - 1
-        before = places.roll(-1, 1)  # nothing stands at place 0, so nothing wraps around
-        token, target_ids = batch.token_ids[places], None
+        trained = Places.of(places)
+        token, target_ids = trained.read(batch.token_ids), None
         if vocabulary is not None:
             target_ids = vocabulary.target_ids.to(token.device)
             token = vocabulary.columns.to(token.device, torch.int64)[token]
@@ -138,8 +139,8 @@ class TargetRows:
         return cls(
             head,
             index.where(places, -1),
-            states.last[before],
-            batch.mask_rows[places],
+            states.last.flatten(0, 1)[trained.at - 1],  # nothing stands at place 0
+            trained.read(batch.mask_rows),
             token,
             bitmask,
             known,
@@ -153,6 +154,10 @@ class TargetRows:
         if offset < self.index.shape[1]:
             shifted[:, :-offset] = self.index[:, offset:]
         return shifted
+
+    def places(self, depth: int) -> Places:
+        """Where ``at_depth`` has a row. Waits for the device."""
+        return Places.of(self.at_depth(depth) >= 0)
 
     @torch.no_grad()
     def score(self, rows: Tensor) -> TargetScores:

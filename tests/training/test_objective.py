@@ -79,8 +79,8 @@ class World:
         targets = TargetRows.build(self.batch, states, head, self.vocabulary)
         drafts = []
         for depth in range(STEPS):
-            places = targets.at_depth(depth) >= 0
-            drafts.append(DraftStates(places, self.hidden[depth][places]))
+            places = targets.places(depth)
+            drafts.append(DraftStates(places, self.hidden[depth][places.mask]))
         return measure(drafts, self.scorer, self.batch, targets, objective)
 
 

@@ -52,7 +52,7 @@ from guided_spec.training.objective import (
     Objective,
     measure,
 )
-from guided_spec.training.rows import pick_rows
+from guided_spec.training.rows import Places, pick_rows
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
@@ -151,7 +151,7 @@ class DSparkTraining(BlockTraining):
         """See ``BlockTraining``; the document's own token stands before each place."""
         drafts = super().drafts(anchors, targets, states, width)
         for depth, (places, hidden) in enumerate(drafts):
-            embedded = self._markov.markov_w1(shift(anchors.token_ids, 1 + depth)[places])
+            embedded = self._markov.markov_w1(places.read(shift(anchors.token_ids, 1 + depth)))
             yield DraftStates(places, torch.cat([hidden, embedded.to(hidden.dtype)], -1))
 
     def scorer(self) -> DraftScorer:
@@ -201,7 +201,7 @@ class PEagleTraining(BlockTraining):
             *(self.head, anchors.token_ids, anchors.starts, width, states),
             recompute=self._config.gradient_checkpointing,
         )
-        yield trained_drafts(read, targets.at_depth(0) >= 0)
+        yield trained_drafts(read, targets.places(0))
         for depth, output in enumerate(masked.unbind(2), 1):
             yield anchors.pick(output, targets, depth)
 
@@ -322,9 +322,9 @@ class Anchors(NamedTuple):
 
     def pick(self, output: Tensor, targets: TargetRows, depth: int) -> DraftStates:
         """Of the blocks' outputs [B, A, H] at a depth, those that are trained."""
-        places = self.chosen & (targets.at_depth(depth) >= 0)
-        rows = places.nonzero(as_tuple=True)[0]
-        at = rows * output.shape[1] + self.slot[places]
+        places = Places.of(self.chosen & (targets.at_depth(depth) >= 0))
+        rows = places.at // self.slot.shape[1]
+        at = rows * output.shape[1] + places.read(self.slot)
         return DraftStates(places, pick_rows(output.flatten(0, 1), at))
 
 

@@ -31,6 +31,7 @@ from guided_spec.training.algorithms.heads import (
 )
 from guided_spec.training.algorithms.options import DraftModelConfig
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
+from guided_spec.training.rows import pick_rows
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
 
@@ -104,9 +105,9 @@ class DraftModelTraining(nn.Module):
         hidden = decoder(
             input_ids=batch.token_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
-        places = targets.at_depth(0) >= 0
+        places = targets.places(0)
         # Place p drafts token p + 2 from the state of place p + 1; nothing from the last places.
-        drafts = [DraftStates(places, hidden[places.roll(1, 1)])]
+        drafts = [DraftStates(places, pick_rows(hidden.flatten(0, 1), places.at + 1))]
         scorer = DraftScorer.of(self._draft_head.logits, self.draft, self.layers)
         return measure(drafts, scorer, batch, targets, objective)
 

@@ -51,7 +51,7 @@ from guided_spec.training.algorithms.options import (
     ShapeOptions,
 )
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
-from guided_spec.training.rows import pick_rows
+from guided_spec.training.rows import Places, pick_rows
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
@@ -257,21 +257,15 @@ def forward_head(
     features = target.normed(states.last) if is_last else states.aux.flatten(-2)
     module: Any = head
     scorer = DraftScorer.of(head.logits, module, module.layers)
-    unrolled = unroll(head, batch.token_ids, features, len(objective.weights), recompute=recompute)
-    drafts = _drafts(unrolled, targets)
+    places = [targets.places(depth) for depth in range(len(objective.weights))]
+    unrolled = unroll(head, batch.token_ids, features, len(places), recompute=recompute)
+    drafts = map(trained_drafts, unrolled, places)
     return measure(drafts, scorer, batch, targets, objective)
 
 
-def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftStates]:
-    for depth, hidden in enumerate(unrolled):
-        yield trained_drafts(hidden, targets.at_depth(depth) >= 0)
-
-
-def trained_drafts(hidden: Tensor, places: Tensor) -> DraftStates:
-    """Of states [B, A, H], those of the trained places, bool [B, A]."""
-    return DraftStates(
-        places, pick_rows(hidden.flatten(0, 1), places.flatten().nonzero().squeeze(1))
-    )
+def trained_drafts(hidden: Tensor, places: Places) -> DraftStates:
+    """Of states [B, A, H], those of the trained places."""
+    return DraftStates(places, pick_rows(hidden.flatten(0, 1), places.at))
 
 
 class HeadTraining(nn.Module):
