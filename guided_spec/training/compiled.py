@@ -19,8 +19,9 @@ Returned = TypeVar("Returned")
 def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
     """``run``, compiled for calls whose first argument, a tensor [..., D], is on CUDA.
 
-    Tensors are [n], [n, D] or [B, heads, ..., T, D]. Widths and heads are those of a model and
-    compiled in, since kernels divide by them for each number that they read; n, B and T are not.
+    Tensors are [n], [n, D], [n, heads, D] or [B, heads, ..., T, D]. Widths and heads are those of
+    a model and compiled in, since kernels divide by them for each number that they read; n, B and T
+    are not.
     Tensors of one row of D and of none would compile anew, and are left out.
     """
     compiled: list[Callable[..., Returned]] = []
@@ -41,7 +42,7 @@ def _fix_widths(arguments: Iterable[Any]) -> None:
     for argument in arguments:
         if isinstance(argument, Tensor) and argument.dim() >= 2:
             torch._dynamo.mark_static(argument, argument.dim() - 1)
-            if argument.dim() >= 4:
+            if argument.dim() >= 3:
                 torch._dynamo.mark_static(argument, 1)
         elif isinstance(argument, list | tuple):
             _fix_widths(argument)

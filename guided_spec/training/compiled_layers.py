@@ -121,8 +121,10 @@ def _run_attention(
     value = attention.v_proj(hidden_states).view(shape)
     if isinstance(attention, PARTS["qwen3"].attention):
         query, key = attention.q_norm(query), attention.k_norm(key)
+    turns = (part.expand(len(query), -1, -1).flatten(0, 1) for part in position_embeddings)
+    rotated = _rotate(query.flatten(0, 1), key.flatten(0, 1), *turns)
+    query, key = (part.unflatten(0, shape[:2]) for part in rotated)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    query, key = _rotate(query, key, *position_embeddings)
     cache: Any = next(options[name] for name in CACHE_NAMES if name in options)
     key, value = cache.update(key, value, attention.layer_idx)
     output = unrolled_attention(query, key, value, scale=attention.scaling)
@@ -131,7 +133,7 @@ def _run_attention(
 
 @compiled_on_cuda
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """By their places. query, key: [B, heads, T, D]. cos, sin: [1 or B, T, D]."""
+    """By their places. query, key: [n, heads, D]. cos, sin: [n, D]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
 
