@@ -115,7 +115,8 @@ class _Unrolled(torch.autograd.Function):
         grad = upstream[0].to(query.dtype)
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        whole, depths = _Causal(output, total, ctx.state), _Depths(keys.depths, values.depths)
+        whole = _Causal(output.detach(), total, ctx.state)  # torch.compile looks at its .grad
+        depths = _Depths(keys.depths, values.depths)
         text = _causal_backward(grad, query, keys.text, values.text, whole, ctx.scale)
         if depths.keys.shape[2]:
             text = _mixed_backward(grad, query, whole._replace(state=()), depths, text, ctx.scale)

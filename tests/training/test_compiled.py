@@ -69,7 +69,6 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, at: list[int]) -> None:
     )
 
 
-@LOOKS
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
     dice = torch.Generator().manual_seed(3)
