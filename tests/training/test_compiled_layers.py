@@ -59,12 +59,15 @@ def _head(kind: str) -> nn.Module:
     return Eagle3Head.fresh(target, layout=layout)
 
 
-def _replaced(kind: str) -> nn.Module:
-    head = _head(kind)
-    for module in head.modules():
+def _replaced(kind: str) -> Any:
+    return _replace(_head(kind))
+
+
+def _replace(model: Any) -> Any:
+    for module in model.modules():
         if type(module) in compiled_layers._RUNS:
             compiled_layers._replace(module)
-    return head
+    return model
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -72,6 +75,17 @@ def _replaced(kind: str) -> nn.Module:
 def test_layers_of_an_unroll(kind: str, recompute: bool) -> None:  # noqa: FBT001
     ours, wanted = (_trained(make(kind), recompute=recompute) for make in (_replaced, _head))
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_layers_of_a_whole_model(name: str) -> None:
+    """Their attention is as it was; so are layers of other families."""
+    tokens, found = torch.arange(22).view(2, 11), []
+    for model in (build(name), _replace(build(name))):
+        logits = model(tokens).logits
+        trained = list(model.parameters())
+        found.append([logits, *torch.autograd.grad(logits.logsumexp(-1).mean(), trained)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @LOOKS
