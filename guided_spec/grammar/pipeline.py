@@ -93,6 +93,9 @@ class GrammarCompileQueue:
         self._lock = threading.Lock()
         # In the order of use. No LRUCache: what compiles must stay, and sizes grow in it.
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
+        # Known ones that may be asked for before all are weighed again: to weigh all of them for
+        # each would cost a request more than the rest of its way.
+        self._unweighed = 0
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
@@ -131,8 +134,12 @@ class GrammarCompileQueue:
             if entry is None or entry.future.cancelled():
                 entry = self._entries[spec] = _Entry(spec, Future(), SpecDocument(spec))
                 self._waiting.put(entry)
+                self._unweighed = 0
             self._entries.move_to_end(spec)
-            self._forget_old()
+            if self._unweighed == 0:
+                self._forget_old()
+            else:
+                self._unweighed -= 1
         return _own_failure(entry.future)
 
     def close(self) -> None:
@@ -160,6 +167,7 @@ class GrammarCompileQueue:
                 _LOG.info("forgot a %s of %d bytes", spec.kind, size)
                 del self._entries[spec]
                 excess, excess_bytes = excess - 1, excess_bytes - size
+        self._unweighed = len(self._entries)
 
     def _bytes_of(self, entry: _Entry) -> int:
         future = entry.future

@@ -135,6 +135,33 @@ def test_the_size_of_a_compiled_grammar_counts() -> None:
     compiling.close()
 
 
+def test_known_grammars_are_not_weighed_for_each_that_asks() -> None:
+    backend, weight, weighed = Backend(), 0, 0
+
+    def weigh(grammar: CompiledGrammar) -> int:
+        nonlocal weighed
+        del grammar
+        weighed += 1
+        return weight
+
+    compiling = GrammarCompileQueue(backend, cache_bytes=1_000_000, size_of_more=weigh)
+    specs = [GrammarSpec.regex("a" * length) for length in range(1, 101)]
+    for spec in specs:
+        result(compiling.submit(spec))
+    assert compiling.cached_bytes <= 1_000_000
+    weighed = 0
+    for spec in specs:
+        compiling.submit(spec)
+    assert weighed < 5 * len(specs)
+    weight = 50_000  # they have grown while they were used
+    for spec in specs[-1:] * len(specs):
+        compiling.submit(spec)
+    weight = 0
+    result(compiling.submit(specs[0]))
+    assert (backend.calls["a"], backend.calls[specs[-1].source]) == (2, 1)
+    compiling.close()
+
+
 def test_large_grammars_wait_among_themselves() -> None:
     backend = Backend()
     compiling = GrammarCompileQueue(backend, max_workers=1)
