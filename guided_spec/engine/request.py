@@ -172,7 +172,8 @@ class Request:
 
     text: its tokens and constraint, and why it ended.
     trace: its record so far; None where there is none.
-    on_cancel: called in the thread that cancels it, for an engine that does not look by itself.
+    on_cancel: called with it in the thread that cancels it, for an engine that does not look by
+        itself. It must not hold the request: a circle of the two is left to the garbage collector.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """
@@ -193,7 +194,7 @@ class Request:
         self.is_begun = False  # whether a proposer has read a part of its prompt
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
-        self.on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[Request], None] | None = None
         self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
         self.scores: list[dict[int, list[float]]] = []
         self._report = report
@@ -263,7 +264,7 @@ class Request:
         """Have the engine end it in its next step. Does nothing where it has ended."""
         self.is_cancelled = True
         if self.on_cancel is not None and self.state is not State.FINISHED:
-            self.on_cancel()
+            self.on_cancel(self)
 
     def append(
         self,

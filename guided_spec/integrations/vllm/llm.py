@@ -155,7 +155,7 @@ class VllmRunner:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they report from the thread of the event loop. Raises after ``close``."""
         for request in requests:
-            request.on_cancel = partial(self._call, self._cancel, request)
+            request.on_cancel = self._cancel_soon
         with self._lock:
             if self._is_closed:
                 raise GuidedSpecError("this LLM is closed; make a new one")
@@ -184,9 +184,9 @@ class VllmRunner:
         """In the event loop, from another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
+    def _cancel_soon(self, request: Request) -> None:
         with suppress(RuntimeError):  # the loop is closed, and all requests have ended
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._cancel, request)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +39,7 @@ SCHEMA = {
     "required": ["name"],
 }
 JSON = GrammarSpec.json_schema(SCHEMA)
+JSON_PARAMS = SamplingParams(grammar=JSON)
 ANSWER = '{"name": "Ada"}'
 
 
@@ -219,6 +223,24 @@ def test_closing_in_the_thread_that_reports(world: World) -> None:
     runner._thread.join(60)
     assert not runner._thread.is_alive()
     assert world.engine.is_shut_down
+
+
+def test_a_request_that_ended_waits_for_no_garbage_collector(llm: LLM) -> None:
+    ended, manner = threading.Event(), Manner(is_streamed=False, is_traced=False)
+    gc.collect()
+    gc.disable()
+    try:
+        (request,) = llm.submit(["JSON: "], JSON_PARAMS, lambda _: ended.set(), manner)
+        assert request is not None
+        left = weakref.ref(request)
+        del request
+        assert ended.wait(60)
+        deadline = time.monotonic() + 10  # its task is about to end
+        while left() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forgotten_llm_ends_its_thread(world: World) -> None:
