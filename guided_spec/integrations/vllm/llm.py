@@ -15,6 +15,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError as CompileCancelledError
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -223,7 +224,7 @@ class VllmRunner:
             await self._write(request)
         except GuidedSpecError as error:
             request.fail(error)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, CompileCancelledError):
             request.fail(RequestCancelledError("the request was cancelled"))
         except Exception as error:  # vLLM's classes differ between releases
             request.fail(RequestError(f"vLLM ended the request: {error or type(error).__name__}"))
@@ -252,8 +253,10 @@ async def _grammar(job: Job) -> HandedGrammar | None:
     """None for free text. Raises why it does not compile."""
     if job.grammar is None:
         return None
-    # Shielded: other requests wait for the same grammar.
-    handed = await asyncio.shield(asyncio.wrap_future(job.grammar))
+    if not job.grammar.done():  # a known one costs no turn of the event loop
+        # Shielded: other requests wait for the same grammar.
+        await asyncio.shield(asyncio.wrap_future(job.grammar))
+    handed = job.grammar.result()
     assert isinstance(handed, HandedGrammar)
     return handed
 

@@ -225,6 +225,19 @@ def test_closing_in_the_thread_that_reports(world: World) -> None:
     assert world.engine.is_shut_down
 
 
+def test_a_known_grammar_is_not_waited_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, wrap = list[object](), asyncio.wrap_future
+
+    def wrap_future(future: Any) -> Any:
+        waited.append(future)
+        return wrap(future)
+
+    llm.compile([JSON])
+    monkeypatch.setattr(asyncio, "wrap_future", wrap_future)
+    (output,) = llm.generate("JSON: ", JSON_PARAMS)
+    assert (output.text, waited) == (ANSWER, [])
+
+
 def test_a_request_that_ended_waits_for_no_garbage_collector(llm: LLM) -> None:
     ended, manner = threading.Event(), Manner(is_streamed=False, is_traced=False)
     gc.collect()
