@@ -203,8 +203,9 @@ class VllmRunner:
                 task.cancel()
 
     def _forget(self, request: Request, task: asyncio.Task[None]) -> None:
-        del task
         self._tasks.pop(request)
+        if task.cancelled():  # here, for one that is cancelled before it begins runs no code
+            request.fail(RequestCancelledError("the request was cancelled"))
 
     def _cancel(self, request: Request) -> None:
         if request in self._tasks:
@@ -224,8 +225,8 @@ class VllmRunner:
             await self._write(request)
         except GuidedSpecError as error:
             request.fail(error)
-        except (asyncio.CancelledError, CompileCancelledError):
-            request.fail(RequestCancelledError("the request was cancelled"))
+        except CompileCancelledError as error:
+            raise asyncio.CancelledError from error
         except Exception as error:  # vLLM's classes differ between releases
             request.fail(RequestError(f"vLLM ended the request: {error or type(error).__name__}"))
 

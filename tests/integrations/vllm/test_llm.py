@@ -10,13 +10,14 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from guided_spec import LLM, GrammarSpec, SamplingParams
-from guided_spec.engine.outputs import Manner
+from guided_spec.engine.outputs import Chunk, Manner
 from guided_spec.errors import (
     ConfigError,
     GrammarCompileError,
@@ -223,6 +224,21 @@ def test_closing_in_the_thread_that_reports(world: World) -> None:
     runner._thread.join(60)
     assert not runner._thread.is_alive()
     assert world.engine.is_shut_down
+
+
+def test_a_request_that_is_cancelled_before_it_begins_reports_that(llm: LLM) -> None:
+    runner: Any = llm._runner
+    gate, ended = threading.Event(), SimpleQueue[Chunk]()
+    runner._loop.call_soon_threadsafe(gate.wait)
+    manner = Manner(is_streamed=False, is_traced=False)
+    (request,) = llm.submit(["one two"], SamplingParams(), ended.put, manner)
+    assert request is not None
+    request.cancel()
+    gate.set()
+    completion = ended.get(timeout=20).completion
+    assert completion is not None
+    assert isinstance(completion.error, RequestCancelledError)
+    assert llm.load.running == 0
 
 
 def test_a_known_grammar_is_not_waited_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
