@@ -15,6 +15,10 @@ from torch import Tensor
 
 Returned = TypeVar("Returned")
 
+# Each depth of an unroll is compiled by itself, and once more for batches of one. Beyond torch's
+# own limit, which is 8, the others would run as they are.
+MOST_KINDS = 64
+
 
 def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
     """``run``, compiled for calls whose first argument, a tensor [..., D], is on CUDA.
@@ -31,11 +35,18 @@ def compiled_on_cuda(run: Callable[..., Returned]) -> Callable[..., Returned]:
         if not first.is_cuda or first.numel() <= first.shape[-1]:
             return run(first, *others, **named)
         if not compiled:  # not on import, which it would slow down
-            compiled.append(torch.compile(run, dynamic=True))
+            compiled.append(compile_kinds(run))
         _fix_widths((first, *others))
         return compiled[0](first, *others, **named)
 
     return call
+
+
+def compile_kinds(run: Callable[..., Returned]) -> Callable[..., Returned]:
+    """``run``, compiled for as many kinds of arguments as an unroll has; lengths are no kind."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+    return torch.compile(run, dynamic=True)
 
 
 def _fix_widths(arguments: Iterable[Any]) -> None:

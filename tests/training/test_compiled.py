@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from guided_spec.training import compiled, objective, rows, target_rows, unroll_attention
 from guided_spec.training.objective import Objective
@@ -50,6 +52,21 @@ def test_widths_are_compiled_in_and_rows_are_not() -> None:
         compiled._fix_widths([parts])
         run(parts)
     assert [[shapes[0][1], shapes[0][-1]] for shapes in kept] == [[4, 8], [4, 7], [9, 9]]
+
+
+def test_every_depth_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would leave those beyond its limit as they are."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+
+    def add_all(states: Tensor) -> Tensor:
+        return torch.stack(list(states.unbind(0))).sum(0)
+
+    with torch._dynamo.config.patch(recompile_limit=8):
+        run = compiled.compile_kinds(add_all)
+        for depths in range(2, 15):
+            assert run(torch.ones(depths, 3)).tolist() == [depths] * 3
+    assert counter.frame_count == 13
 
 
 @LOOKS
