@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gpu.vllm_peer import engine_arguments
 from guided_spec import LLM, GrammarSpec, GuidedSpecError, SamplingParams
+from guided_spec.engine.process import frozen_heap
 
 CANCELLED_SHARE = 0.15
 LONGEST_WAIT = 0.6  # seconds before a request is cancelled
@@ -138,7 +139,15 @@ async def run_soak(
 
 
 async def measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
-    """Every batch at every temperature, after a round that compiles grammars; then the soak."""
+    """Every batch at every temperature, after a round that compiles grammars; then the soak.
+
+    Garbage is not looked for in what was there before: it takes as long as several requests.
+    """
+    with frozen_heap():
+        await _measure(writer, plan, result)
+
+
+async def _measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
     requests = plan["requests"]
     shorter = [{**request, "max_tokens": 8} for request in requests]
     for batch in plan["batches"]:
