@@ -72,8 +72,11 @@ def run_forked(*arguments: str) -> Finished:
     return found
 
 
-def run_group(*arguments: str) -> list[Finished]:
-    """Two processes of one group, as ``torchrun --nproc-per-node 2`` starts them."""
+def run_group(*arguments: str, per_node: int = 2) -> list[Finished]:
+    """Two processes of one group, as ``torchrun --nproc-per-node 2`` starts them.
+
+    per_node: 1 starts them as ``torchrun --nnodes 2 --nproc-per-node 1`` on two machines does.
+    """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "localhost",
@@ -81,10 +84,14 @@ def run_group(*arguments: str) -> list[Finished]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_WORLD_SIZE": str(2 // per_node),
     }
-    ranks = ("0", "1")
-    return _run([{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks], arguments)
+    own = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "GROUP_RANK": str(rank // per_node)}
+        for rank in range(2)
+    ]
+    return _run([{**shared, **one} for one in own], arguments)
 
 
 def _run(environments: list[dict[str, str]], arguments: tuple[str, ...]) -> list[Finished]:
