@@ -210,7 +210,7 @@ class Engine:
         self._batches.forget()  # else the last requests would be kept alive
 
     def _admit(self) -> None:
-        if is_parallel():
+        if is_parallel(self.model.model):
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():

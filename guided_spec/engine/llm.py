@@ -122,7 +122,7 @@ class LLM:
         self.vocabulary = setup.vocabulary
         self._draft = draft
         self._chooser = Chooser(self._runner)
-        self._seeds = SeedSource()
+        self._seeds = SeedSource(self.model)
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
         self._markers, self._grammars, self._endings = setup.grammars

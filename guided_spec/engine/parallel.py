@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 import torch.distributed
+from transformers import PreTrainedModel
 
 from guided_spec.types import MAX_SEED
 
 
-def is_parallel() -> bool:
-    """Whether this process is one of several in a torch.distributed group."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+def is_parallel(model: Any) -> bool:
+    """Whether this process holds one of several parts of ``model``, whose layers are split.
 
-
-def agree_on_least(number: int, device: torch.device) -> int:
-    """The least number that any process of the group passes; the number itself without a group.
-
-    device: where the processes' tensors are.
+    That it is in a group of processes does not say so: those that train a draft have the whole
+    target each. vLLM's processes agree among themselves.
     """
-    if not is_parallel():
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    if distributed.get_world_size() == 1 or not isinstance(model, PreTrainedModel):
+        return False
+    if (model.tp_size or 1) > 1:
+        return True
+    from torch.distributed.tensor import DTensor  # only here: it takes a second
+
+    return any(isinstance(part, DTensor) for part in model.parameters())
+
+
+def agree_on_least(number: int, model: PreTrainedModel) -> int:
+    """The least number that any process with a part of ``model`` passes; else the number itself."""
+    if not is_parallel(model):
         return number
-    least = torch.tensor(number, device=device)
+    least = torch.tensor(number, device=model.device)
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
 
@@ -35,8 +42,8 @@ def agree_on_least(number: int, device: torch.device) -> int:
 class SeedSource:
     """Draws a seed for requests that bring none: at random, but alike in parallel processes."""
 
-    def __init__(self) -> None:
-        self._random = random.Random(0) if is_parallel() else random.SystemRandom()
+    def __init__(self, model: Any) -> None:
+        self._random = random.Random(0) if is_parallel(model) else random.SystemRandom()
 
     def draw(self) -> int:
         """An int in [0, 2**63)."""

@@ -121,7 +121,7 @@ def plan_slots(
     probe = CausalLM(model, num_slots=1, max_length=1, kernels="stock")
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = agree_on_least(_default_budget(torch.device(model.device)), model.device)
+        budget = agree_on_least(_default_budget(torch.device(model.device)), model)
     state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
     memory = _Memory(budget, probe.kv_bytes_per_token, state)
     text_config = model.config.get_text_config(decoder=True)

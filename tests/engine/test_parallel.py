@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from guided_spec.engine.parallel import SeedSource, is_parallel
 from tests.engine.parallel_run import generate
@@ -15,8 +17,20 @@ from tests.tiny_llm import tiny_model, tiny_tokenizer
 
 
 def test_one_process_is_not_parallel() -> None:
-    assert not is_parallel()
-    assert SeedSource().draw() != SeedSource().draw()
+    model = tiny_model("llama")
+    assert not is_parallel(model)
+    assert SeedSource(model).draw() != SeedSource(model).draw()
+
+
+def test_a_group_of_processes_may_have_a_model_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that train a draft: whoever decodes with it waits for no other."""
+    model: Any = tiny_model("llama")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not is_parallel(model)
+    assert not is_parallel(object())  # of another engine
+    model._tp_size = 2
+    assert is_parallel(model)
 
 
 @pytest.mark.slow

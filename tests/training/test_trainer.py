@@ -261,6 +261,22 @@ def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_the_first_of_two_processes_decodes(
+    target: str, data: str, tmp_path: Path, per_node: int
+) -> None:
+    """With a target and an engine of its own, before the first step and behind the last."""
+    output = tmp_path / "head"
+    command = f"guided_spec.cli.main train --algorithm eagle3 --aux-layers 1 --target {target}"
+    command += f" --data {data} --output {output} --device cpu --workers 0 --tracker none"
+    command += " --batch-tokens 1024 --max-length 512 --heldout-share 0.2 --max-steps 1"
+    command += " --decode-limit 1 --decode-max-tokens 16"
+    for found in run_group("-m", *command.split(), per_node=per_node):
+        assert found.returncode == 0, found.errors[-3000:]
+    assert json.loads((output / "training.json").read_text())["decoded"]["requests"] == 1
+
+
+@pytest.mark.slow
 def test_a_sharded_draft_is_the_same_draft(target: str, tmp_path: Path) -> None:
     """As one process trains it; spread over two, resumed on two nodes, gathered for the export."""
     data = write_documents(tmp_path / "documents.jsonl", 32)  # an even number of batches
