@@ -56,6 +56,8 @@ class Taught(NamedTuple):
         self, proposer: str, params: list[SamplingParams], **options: Any
     ) -> list[Completion]:
         with make_llm(self.headed.target, proposer, self.headed.draft, **options) as llm:
+            # Else those run together whose grammars are done first, which no two runs agree on.
+            llm.compile(one.grammar for one in params if one.grammar is not None)
             outputs = llm.generate(PROMPTS, params, on_error="return")
         assert [output.error for output in outputs] == [None] * len(PROMPTS)
         return [output.completions[0] for output in outputs]
