@@ -103,6 +103,7 @@ class Engine:
         self._num_added = 0
         self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
+        self._is_parallel = is_parallel(model.model)
 
     @property
     def has_work(self) -> bool:
@@ -210,7 +211,7 @@ class Engine:
         self._batches.forget()  # else the last requests would be kept alive
 
     def _admit(self) -> None:
-        if is_parallel(self.model.model):
+        if self._is_parallel:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
