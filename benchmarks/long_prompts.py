@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
 from benchmarks.gpu.peers import VllmEnvironment, start_vllm, vllm_grammar
 from benchmarks.gpu.run import GpuPlan, folders
 from benchmarks.gpu.subject import (
@@ -29,6 +31,7 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem
+from guided_spec.ops.flash_attention import is_installed
 from guided_spec.types import SamplingParams
 
 MAX_TOKENS = 128
@@ -71,6 +74,9 @@ def main(  # noqa: PLR0913 - the options of a command
     cases: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = ",".join(CASES),
     proposers: Annotated[str, typer.Option(help="Names, comma-separated.")] = "none,eagle3",
     scale: Annotated[float, typer.Option(help="Of the prompts' lengths.")] = 1.0,
+    flash_attention: Annotated[
+        Path | None, typer.Option(help="vLLM's library of FlashAttention 3, to run with that too.")
+    ] = None,
     vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
     vllm_methods: Annotated[str, typer.Option(help="none, eagle3.")] = "none,eagle3",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cuda",
@@ -89,10 +95,8 @@ def main(  # noqa: PLR0913 - the options of a command
     with failures_as_messages(), folders(GpuPlan(work=work), stdout().print) as paths:
         subject = load_subject(*paths, device=device, dtype=dtype)
         works = {name: _work(subject, _case(name), scale) for name in cases.split(",")}
-        for name, what in works.items():
-            for proposer in proposers.split(","):
-                for one in _measure(subject, proposer, name, what):
-                    keep(one)
+        for one in _measure_here(subject, proposers.split(","), works, flash_attention):
+            keep(one)
         # The other engine wants the memory that the weights take here.
         subject = without_weights(subject)
         free_memory(torch.device(device))
@@ -124,6 +128,21 @@ def _work(subject: Subject, case: Case, scale: float) -> Work:
         first = sum(len(text) for text in documents[:index]) if own else 0
         prompts.append([*line[:shared], *line[first : first + own], *text])
     return Work(prompts, items)
+
+
+def _measure_here(
+    subject: Subject, proposers: Sequence[str], works: dict[str, Work], library: Path | None
+) -> Iterator[Found]:
+    """library: of FlashAttention 3, for a second round."""
+    for with_library in (False, True)[: 1 + (library is not None)]:
+        if with_library and library is not None:
+            provide_flash_attention(library)
+            is_installed.cache_clear()
+        for (name, what), proposer in product(works.items(), proposers):
+            for one in _measure(subject, proposer, name, what):
+                yield one._replace(
+                    engine=f"{proposer}, FlashAttention" if with_library else proposer
+                )
 
 
 def _measure(subject: Subject, proposer: str, name: str, work: Work) -> Iterator[Found]:

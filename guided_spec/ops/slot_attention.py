@@ -72,6 +72,7 @@ class SlotPlaces:
     width, view: about how many tokens a row has, and how many positions it will have at most: how
         CUDA kernels divide the work. They change no result. None: as many as there can be.
     shared: where texts begin alike; None: each is read by itself.
+    fits: whether it is known that no token goes behind ``max_length``.
     tree: int64 [2, N], where rows are trees of tokens; None: every token follows the one before it.
         The position in its text that each token stands for, counted along its branch; and which
         tokens of its row it sees, bit j for the j-th, itself among them. ``CHAIN`` stands for all
@@ -93,6 +94,7 @@ class SlotPlaces:
     view: int | None = None
     shared: SharedPositions | None = None
     tree: Tensor | None = None
+    fits: bool = False
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
     _seen: dict[tuple[int, int], list[SeenRow]] = field(
@@ -220,8 +222,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         of the buffers; None where they are in the blocks already (``store_keys_values``). Hq is a
         multiple of Hkv. buffers: the layer's; written to. places: see ``SlotPlaces``. All on one
         device.
-    scale: multiplies the scores. window: how many positions a token sees, itself included; None:
-        all.
+    scale: positive, multiplies the scores. window: how many positions a token sees, itself
+        included; None: all.
     sinks: [Hq], a score of each head that takes its share of the softmax and adds nothing to the
         sum, as of gpt-oss (Xiao et al., "Efficient streaming language models with attention
         sinks", 2023); None for none.

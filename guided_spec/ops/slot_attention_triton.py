@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from guided_spec.ops.flash_attention import flash_attention, serves
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -41,6 +42,7 @@ SHARED_SPLITS, BEHIND_SPLITS = 16, 2
 FEW_SPLITS = 16  # up to which one warp combines the parts
 LEAST_LINES = 32  # rows that one warp looks through at once
 WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
+LARGE = 128  # queries of a program where each multiprocessor has two all the same
 
 
 class Tiling(NamedTuple):
@@ -70,6 +72,8 @@ def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Ti
     tokens, heads, _ = query.shape
     group, width = heads // num_kv_heads, min(width, tokens)
     tile = _tile(query, width * group)
+    if tile.rows == WHOLE_FROM and 3 * width * group * num_kv_heads >= 2 * LARGE * PROGRAMS:
+        tile = tile._replace(rows=LARGE)  # keys are read half as often
     programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, tile.rows) * num_kv_heads
     wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
     useful = triton.next_power_of_2(triton.cdiv(view, tile.block))
@@ -120,6 +124,9 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     Groups of ``SharedPositions`` are not looked at where there is a window.
     tiling: by ``choose_tiling`` when None.
     """
+    is_plain = new is None and not window and sinks is None and tiling is None
+    if is_plain and serves(query, buffers, places):
+        return flash_attention(query, buffers, places, scale=scale)
     keys, values = buffers
     tables, max_length, tree = places.tables, places.max_length, places.tree
     width = len(query) if places.width is None else places.width
@@ -444,9 +451,9 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
                 found = tl.load(table + first // POSITIONS) * HEADS + tl.program_id(1)
                 place = found * POSITIONS + first % POSITIONS
                 tiled = key_tiles.load([place, 0])
-                scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
-                higher = tl.maximum(top, tl.max(scores, 1))
-                probs, fade = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+                scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee")
+                higher = tl.maximum(top, tl.max(scores, 1) * scale)
+                probs, fade = tl.exp2(scores * scale - higher[:, None]), tl.exp2(top - higher)
                 total = total * fade + tl.sum(probs, 1)
                 tiled = value_tiles.load([place, 0])
                 probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]

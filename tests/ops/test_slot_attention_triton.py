@@ -23,6 +23,7 @@ TILINGS = [
     Tiling(32, 16, 8, 4, 1),
     Tiling(64, 16, 1, 4, 1),
     Tiling(64, 16, 2, 4, 1),
+    Tiling(128, 16, 1, 4, 1),
 ]
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3)}
 empty = torch.Tensor.new_empty
@@ -83,6 +84,7 @@ assert choose_tiling(query, 8, 100, 1152)[:3] == (32, 64, 32)  # no row is wider
 assert choose_tiling(query, 8, 6, 100)[:3] == (32, 64, 2)
 assert choose_tiling(query.repeat(64, 1, 1), 8, 6, 1152)[:3] == (32, 64, 1)
 assert choose_tiling(query.repeat(100, 1, 1), 8, 600, 1152)[:2] == (64, 64)
+assert choose_tiling(query.repeat(400, 1, 1), 8, 2400, 4096)[:4] == (128, 64, 1, 4)
 print("equal")
 """
 

@@ -133,6 +133,11 @@ class Rows(NamedTuple):
             described[:2, at] = group.slots[0], group.length
         return np.concatenate([order, np.argsort(order), described.flatten()])
 
+    def fit(self, max_length: int) -> bool:
+        """Whether no token is behind the positions of a slot."""
+        pairs = zip(self.starts, self.counts, strict=True)
+        return all(start + count <= max_length for start, count in pairs)
+
     def grow(self, tables: Tables) -> None:
         """Give every slot blocks for its row, and bring the tables up to date.
 
@@ -257,7 +262,8 @@ class PackedLM:
         if rows.tree is not None:
             shape = shape._replace(is_tree=True)
             inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
-        body = partial(self._compute, shape.width, layers)
+        fits = rows.fit(self._tables.max_length)
+        body = partial(self._compute, shape.width, layers, fits=fits)
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
@@ -325,11 +331,12 @@ class PackedLM:
             if is_tree:
                 inputs["tree"] = torch.from_numpy(none.grown(size))
             key = (shape, layers) if shape.has_graph else None
-            if self._graphs.prepare(key, inputs, partial(self._compute, shape.width, layers)):
+            body = partial(self._compute, shape.width, layers, fits=False)
+            if self._graphs.prepare(key, inputs, body):
                 yield
 
     def _compute(
-        self, width: int, layers: tuple[int, ...], inputs: Inputs
+        self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
     ) -> tuple[Tensor, Tensor | None]:
         token_ids = inputs["token_ids"]
         lines = split_places(inputs["places"], len(token_ids))
@@ -338,6 +345,6 @@ class PackedLM:
             shared = SharedPositions(*split_places(inputs["shared"], len(token_ids)))
         tree = inputs["tree"].view(2, -1) if "tree" in inputs else None
         tables, most = self._tables.tables, self._tables.max_length
-        where = SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree)
+        where = SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree, fits=fits)
         output = self._decoder.forward(token_ids, where, self.memory, layers)
         return output.states, output.hidden_states
