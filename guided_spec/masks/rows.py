@@ -69,9 +69,12 @@ class TableWalk(NamedTuple):
         self.cursors[0, count:] = 0
         self.sources[0] = self.cursors[0, :, SOURCE]
 
-    def mask(self, place: int, out: Tensor) -> None:
-        """Copy the rows before token ``place`` to ``out``, int32 [B, W]; others' are left alone."""
-        copy_rows(self.sources[place, : len(out)], out)
+    def mask(self, place: int, out: Tensor, *, is_blank: bool = False) -> None:
+        """Copy the rows before token ``place`` to ``out``, int32 [B, W]; others' are left alone.
+
+        is_blank: others' forbid nothing.
+        """
+        copy_rows(self.sources[place, : len(out)], out, is_blank=is_blank)
 
     def append(self, place: int, token_ids: Tensor) -> None:
         """Token ``place`` of each text is this one, int64 [B] target ids; -1 for none."""
@@ -90,12 +93,21 @@ class _Held(NamedTuple):
 class DeviceTables:
     """The tables that running texts use, in the device's memory; the others go as room is needed.
 
-    words: W. limit: bytes in all. Texts whose table finds no room beside those in use have none.
+    words: W. limit: bytes in all. Texts whose table finds no room beside those in use, or on the
+    device, have none.
+    prepare: what becomes of a table's rows, int32 [R, W], before they go there; None: nothing.
     """
 
-    def __init__(self, device: torch.device, words: int, limit: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        words: int,
+        limit: int,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._device, self._words = device, words
         self._limit = limit
+        self._prepare = prepare
         # In the order of their last use. No LRUCache: what this step's texts need must stay.
         self._held: dict[TokenTable, _Held] = {}
 
@@ -120,12 +132,25 @@ class DeviceTables:
             stops |= dict.fromkeys(texts, table.stops)
         return TabledTexts(stops, torch.from_numpy(cursors), not others) if stops else None
 
+    def cursor(
+        self, table: TokenTable, state: int, in_use: Container[TokenTable]
+    ) -> NDArray[np.int64] | None:
+        """int64 [6]: a text in a state of a table, see ``ops.table_rows``; None without room.
+
+        in_use: tables that must stay.
+        """
+        held = self._take(table, in_use)
+        return None if held is None else held.cursors[state]
+
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
         held = self._held.pop(table, None)
         if held is None:
             if not self._evict(table.memory_size_bytes, wanted):
                 return None
-            held = self._hold(table)
+            try:
+                held = self._hold(table)
+            except torch.OutOfMemoryError:
+                return None
         self._held[table] = held
         return held
 
@@ -144,7 +169,9 @@ class DeviceTables:
         classes, then, rows = (
             torch.tensor(part).to(self._device) for part in (table.classes, table.then, table.rows)
         )
-        at = rows.data_ptr() + table.row_of.astype(np.int64) * table.rows.strides[0]
+        if self._prepare is not None:
+            rows = self._prepare(rows)
+        at = rows.data_ptr() + table.row_of.astype(np.int64) * rows.stride(0) * rows.itemsize
         row_at = torch.as_tensor(at, device=self._device)
         count, width = table.then.shape
         cursors = np.empty((count, CURSOR), dtype=np.int64)

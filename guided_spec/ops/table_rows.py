@@ -69,6 +69,25 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
     out.copy_(cursors[:, SOURCE])
 
 
+def follow(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
+    """Move texts on by what they committed, which leads those out whose tables do not hold it.
+
+    token_ids: int64 or int32 [B, T]. counts: likewise [B], how many of them each text got; a
+        negative token is none. texts: int64 [B], which of the cursors are theirs; rows may share
+        one that has no table. cursors: int64 [N, 6], changed in place. All on one device.
+    """
+    if cursors.is_cuda:
+        kernels_of(__name__).follow(token_ids, counts, texts, cursors)
+        return
+    for tokens, count, text in zip(
+        token_ids.tolist(), counts.tolist(), texts.tolist(), strict=True
+    ):
+        for token_id in tokens[: max(0, count)]:
+            if token_id >= 0:
+                one = cursors[text : text + 1]
+                advance(torch.tensor([token_id]), one, one.new_empty(1))
+
+
 def _at(kind: type[ctypes.c_int16 | ctypes.c_int32 | ctypes.c_int64], start: int, at: int) -> int:
     """One number of an array in memory."""
     return kind.from_address(start + at * ctypes.sizeof(kind)).value

@@ -39,6 +39,17 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
         launch(_advance, grid)(token_ids, cursors, out, count, block=TEXTS)
 
 
+def follow(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
+    """See ``guided_spec.ops.table_rows``; cursors contiguous."""
+    count, width = token_ids.shape
+    with torch.cuda.device_of(cursors):
+        launch(_follow, (triton.cdiv(count, TEXTS),))(
+            *(token_ids, *token_ids.stride(), counts, counts.stride(0), texts, cursors),
+            *(count, width),
+            block=TEXTS,
+        )
+
+
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["stride", "depth_stride", "given", "depths", "words"],
@@ -83,17 +94,57 @@ def step(token, cursors, out, row, inside):  # type: ignore[no-untyped-def]
     """One token of each text. A cursor's numbers are in the order of ``table_rows.CURSOR``."""
     cursor = cursors + row * 6
     classes = tl.load(cursor, mask=inside, other=0)
+    state = tl.load(cursor + 4, mask=inside & (classes != 0), other=0)
     goes_on = (classes != 0) & (token >= 0)
+    state, goes_on = _behind(token, cursor, state, goes_on)
+    source = _put(cursor, tl.where(goes_on, classes, 0), state, goes_on, inside)
+    tl.store(out + row, source, mask=inside)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["token_stride", "place_stride", "count_stride", "count", "width"],
+    do_not_specialize_on_alignment=["token_ids", "counts", "texts", "cursors"],
+)
+def _follow(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    token_ids, token_stride, place_stride, counts, count_stride, texts, cursors, count, width,
+    block: tl.constexpr,
+):  # fmt: skip
+    """All tokens that each text got in a step."""
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < count
+    cursor = cursors + tl.load(texts + row, mask=inside, other=0) * 6
+    length = tl.load(counts + row * count_stride, mask=inside, other=0)
+    classes = tl.load(cursor, mask=inside, other=0)
+    state = tl.load(cursor + 4, mask=inside, other=0)
+    goes_on = classes != 0
+    for place in range(width):
+        at = token_ids + row * token_stride + place * place_stride
+        token = tl.load(at, mask=inside & (place < length), other=-1)
+        then, is_legal = _behind(token, cursor, state, goes_on & (token >= 0))
+        state = tl.where(token >= 0, then, state)
+        goes_on = goes_on & (is_legal | (token < 0))
+    _put(cursor, tl.where(goes_on, classes, 0), state, goes_on, inside)
+
+
+@triton.jit
+def _behind(token, cursor, state, goes_on):  # type: ignore[no-untyped-def]
+    """The state behind a token of each text that goes on, and whether its table holds that."""
+    classes = tl.load(cursor, mask=goes_on, other=0)
     of = tl.load(classes.to(tl.pointer_type(tl.int32)) + token, mask=goes_on, other=0)
     then = tl.load(cursor + 1, mask=goes_on, other=0)
     width = tl.load(cursor + 2, mask=goes_on, other=0)
-    rows = tl.load(cursor + 3, mask=goes_on, other=0)
-    state = tl.load(cursor + 4, mask=goes_on, other=0)
     at = state * width + of
     found = tl.load(then.to(tl.pointer_type(tl.int16)) + at, mask=goes_on, other=-1).to(tl.int64)
-    goes_on = goes_on & (found >= 0)
-    source = tl.load(rows.to(tl.pointer_type(tl.int64)) + found, mask=goes_on, other=0)
-    tl.store(cursor, tl.where(goes_on, classes, 0), mask=inside)
-    tl.store(cursor + 4, tl.where(goes_on, found, 0), mask=inside)
+    is_held = goes_on & (found >= 0)
+    return tl.where(is_held, found, 0), is_held
+
+
+@triton.jit
+def _put(cursor, classes, state, goes_on, inside):  # type: ignore[no-untyped-def]
+    """Where texts stand now; returns their rows, of those that do not go on 0."""
+    rows = tl.load(cursor + 3, mask=inside & goes_on, other=0)
+    source = tl.load(rows.to(tl.pointer_type(tl.int64)) + state, mask=inside & goes_on, other=0)
+    tl.store(cursor, classes, mask=inside)
+    tl.store(cursor + 4, state, mask=inside)
     tl.store(cursor + 5, source, mask=inside)
-    tl.store(out + row, source, mask=inside)
+    return source

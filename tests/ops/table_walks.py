@@ -110,11 +110,35 @@ def compare(ops: object, device: torch.device) -> None:
         kept, cursors = start(tables, device)
         for is_blank in (False, True):
             check_rows_of_a_step(ops, cursors, words, is_blank=is_blank)
+        check_following(ops, cursors, token_ids.to(device))
         found = walk(ops, cursors, token_ids.to(device), words)
         expected = host_walk(tables, token_ids, words)
         assert torch.equal(found.masks.cpu(), expected.masks), (vocab_size, texts)
         assert torch.equal(found.cursors.cpu(), expected.cursors), (vocab_size, texts)
         del kept
+
+
+def check_following(ops: object, cursors: Tensor, token_ids: Tensor) -> None:
+    """Several tokens of a step at once lead where they lead one by one; some texts get none.
+
+    Cursors lie in any order, and one more row is of a text without a table, as another may be.
+    """
+    count, device = len(cursors), cursors.device
+    counts = torch.randint(-1, STEPS + 1, (count + 2,), dtype=torch.int32, device=device)
+    own = torch.zeros(count + 1, table_rows.CURSOR, dtype=torch.int64, device=device)
+    order = torch.randperm(count, device=device)
+    own[order] = cursors
+    expected, sources = own.clone(), torch.empty(1, dtype=torch.int64, device=device)
+    for text in range(count):
+        at = int(order[text])
+        for token_id in token_ids[: max(0, int(counts[text])), text]:
+            if token_id >= 0:
+                one = expected[at : at + 1]
+                ops.advance(token_id.view(1), one, sources)  # type: ignore[attr-defined]
+    texts = torch.cat([order, torch.full((2,), count, device=device)])
+    wide = torch.cat([token_ids.T, token_ids[:, :1].T.expand(2, -1)]).to(torch.int32)
+    ops.follow(wide, counts, texts, own)  # type: ignore[attr-defined]
+    assert torch.equal(own, expected)
 
 
 def check_rows_of_a_step(ops: object, cursors: Tensor, words: int, *, is_blank: bool) -> None:
