@@ -13,11 +13,18 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize
+from guided_spec.grammar.regex import (
+    JSON_PLAIN,
+    complement,
+    intersect,
+    normalize,
+    to_fullmatch,
+)
 
 
 def tells_rules(compiled: CompiledGrammar) -> bool:
@@ -299,8 +306,9 @@ class _Body:
         rules, end = self._rules, self._rules.new_state(is_end=True)
         regex = _REGEX.match(self._text)
         if regex is not None:
-            reader = RegexReader(rules, _unescape(regex.group(1)), in_json=bool(regex.group(2)))
-            reader.read(first, end)
+            in_json = bool(regex.group(2))
+            pattern = _spelled(_unescape(regex.group(1)), in_json=in_json)
+            RegexReader(rules, pattern, in_json=in_json).read(first, end)
             return
         free = FreeText.parse(self._text, _unescape)
         if free is not None:
@@ -355,6 +363,16 @@ class _Body:
         times = (1, 1) if least is None else (int(least), int(item.group("most")))
         self._rules.calls[state].append(Call(self._names[name], then, *times))
         return then
+
+
+def _spelled(pattern: str, *, in_json: bool) -> str:
+    """A regex as ``RegexReader`` reads it. One between anchors was not written by this package."""
+    if not (pattern.startswith("^") and pattern.endswith("$")):
+        return pattern
+    try:
+        return to_fullmatch(pattern, context="json_string" if in_json else "text")
+    except GrammarCompileError as error:
+        raise UnreadableGrammarError(str(error)) from error
 
 
 def _unescape(text: str) -> str:

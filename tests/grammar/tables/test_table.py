@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -126,6 +129,22 @@ def test_random_texts_of_a_real_vocabulary(spec: GrammarSpec) -> None:
     assert compared.difference is None
     assert compared.steps == 5_000
     assert table.is_whole == (spec.kind != "json_object")
+
+
+@pytest.mark.parametrize("pattern", ["^[0-9]{2}:[0-9]{2}$", "^(a|b)c?$", "^[A-Z][a-z]+[0-9]{1,2}$"])
+def test_a_pattern_between_anchors_that_nobody_rewrote(pattern: str) -> None:
+    """As xgrammar prints it for engines that hand it schemas as they are."""
+    schema = {"type": "object", "properties": {"b": {"pattern": pattern, "type": "string"}}}
+    source = json.dumps({**schema, "required": ["b"], "additionalProperties": False})
+    own = XGrammarBackend(SMALL)
+    known: Any = own.compile(GrammarSpec.regex("a"))
+    compiler = xgrammar.GrammarCompiler(known.compiled.tokenizer_info)
+    printed = str(compiler.compile_json_schema(source, any_whitespace=False).grammar)
+    assert 'Regex("^' in printed
+    compiled = tabled_part(own.compile(GrammarSpec.ebnf(printed)))
+    table = proven_table(compiled, Spelling(SMALL), LIMITS)
+    assert table.is_whole
+    require_equal(compiled, table)
 
 
 def test_texts_and_the_stop_token() -> None:
