@@ -34,7 +34,7 @@ from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import proven_table
-from guided_spec.grammar.tables.tabled import TableMaker, table_bytes
+from guided_spec.grammar.tables.tabled import TEXTS, TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -264,8 +264,9 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
             self._reader = RuleReader(self._workers, own, endings.read_here)
         self._tables: TableMaker | None = None
         if tables is not None:
-            make_table = self._table_here if tables == "always" else self._table_elsewhere
-            self._tables = TableMaker(make_table, tables)
+            is_at_once = tables == "always"
+            make_table = self._table_here if is_at_once else self._table_elsewhere
+            self._tables = TableMaker(make_table, 0 if is_at_once else TEXTS)
 
     def compile_document(self, document: SpecDocument) -> CompiledGrammar:
         """Compile its spec.

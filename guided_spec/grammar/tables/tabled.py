@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -219,7 +219,7 @@ class TabledMatcher(Matcher):
         return self._own
 
 
-_TEXTS = 32  # of one grammar, before its table is made: what is sent a few times needs none
+TEXTS = 32  # of one grammar, before its table is made: what is sent a few times needs none
 
 
 class TableMaker:
@@ -227,17 +227,17 @@ class TableMaker:
 
     make: the table of a spec's grammar. Raises NoTableError, and GrammarError where it is made in
         a process that fails.
-    when: "always" makes each at once, "auto" once 32 texts of it have begun, one after another
-        in a thread of its own, which is a daemon, since nobody waits for it.
+    texts: of a grammar, behind which its table is made, one after another in a thread of its own,
+        which is a daemon, since nobody waits for it. 0 makes each at once.
     """
 
     def __init__(
         self,
         make: Callable[[GrammarSpec, CompiledGrammar], TokenTable],
-        when: Literal["auto", "always"],
+        texts: int,
     ) -> None:
         self._make = make
-        self._when = when
+        self._texts = texts
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -248,8 +248,7 @@ class TableMaker:
         part = tabled_part(compiled)
         if not isinstance(part, NotedGrammar) or not tells_rules(part):
             return compiled
-        texts = 0 if self._when == "always" else _TEXTS
-        tabled = TabledGrammar(part, partial(self._begin, spec, part), texts)
+        tabled = TabledGrammar(part, partial(self._begin, spec, part), self._texts)
         if isinstance(compiled, UniqueKeysGrammar):
             return replace(compiled, inner=tabled)
         return tabled
@@ -263,7 +262,7 @@ class TableMaker:
     def _begin(self, spec: GrammarSpec, part: CompiledGrammar) -> Future[TokenTable]:
         made: Future[TokenTable] = Future()
         make = partial(self._run, spec, part, made)
-        if self._when == "always":
+        if self._texts == 0:
             make()
             return made
         with self._lock:

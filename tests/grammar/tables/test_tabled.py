@@ -230,7 +230,7 @@ def test_a_grammar_without_a_table_keeps_its_matcher() -> None:
         raise NoTableError("none today")
 
     compiled_part, _ = parts("whole")
-    hopeless = TableMaker(fails, "always").attach(SPECS["whole"], compiled_part)
+    hopeless = TableMaker(fails, 0).attach(SPECS["whole"], compiled_part)
     assert isinstance(hopeless, TabledGrammar)
     assert hopeless.reason == "none today"
     assert not isinstance(hopeless.new_matcher(), TabledMatcher)
