@@ -1,8 +1,9 @@
 """``python -m benchmarks.vllm_engine``: ``LLM(engine="vllm")`` beside vLLM used directly.
 
 The same requests, documents and free text mixed, with the same EAGLE-3 head and the same settings:
-vLLM without the plugin, with its ``drafts``, with ``forced`` besides, and ``LLM(engine="vllm")``,
-which has both on. The last one ends with a soak, some of whose requests are cancelled.
+vLLM without the plugin, with its ``drafts``, with ``forced`` and ``tables`` besides, and
+``LLM(engine="vllm")``, which has all of them on. The last one ends with a soak, some of whose
+requests are cancelled.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ WAYS = {
     "off": Way("vLLM", "direct", ""),
     "drafts": Way("vLLM, drafts", "direct", "drafts"),
     "forced": Way("vLLM, forced", "direct", "drafts,forced"),
+    "tables": Way("vLLM, forced and tables", "direct", "drafts,forced,tables"),
     "llm": Way("LLM(engine='vllm')", "llm", ""),
 }
 
@@ -102,7 +104,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> l
     """What the children wrote, by the names of the ways."""
     found: list[Row] = []
     first = _by_size(results.get(WAYS["off"].name, {}))
-    same = _by_size(results.get(WAYS["forced"].name, {}))
+    same = _by_size(results.get(WAYS["tables"].name, {}))
     for name, result in results.items():
         for size, cells in _by_size(result).items():
             speed = _speed(cells)
@@ -242,12 +244,13 @@ def main(  # noqa: PLR0913 - the options of a command
         str | None, typer.Option(help="Folders in front of the site; default: this interpreter's.")
     ] = None,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
-    ways: Annotated[str, typer.Option(help=f"Of {','.join(WAYS)}.")] = "off,forced,llm",
+    ways: Annotated[str, typer.Option(help=f"Of {','.join(WAYS)}.")] = "off,tables,llm",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
     devices: Annotated[str, typer.Option(help="'0 1' runs two ways at a time, '0,1' one.")] = "",
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
+    settle: Annotated[float, typer.Option(help="Seconds behind a warm-up, for tables.")] = 0.0,
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
     memory_share: Annotated[float, typer.Option(help="Of the device, for vLLM.")] = 0.75,
@@ -262,17 +265,17 @@ def main(  # noqa: PLR0913 - the options of a command
     own = sysconfig.get_path("purelib") if vllm_python is None else ""
     front = [one for one in (packages or own).split(os.pathsep) if one]
     children = [Child(where, front, logs, one) for one in devices.split() or [""]]
-    sizes = [int(batch) for batch in batches.split(",")]
-    heats = [float(temperature) for temperature in temperatures.split(",")]
-    engine = {"tensor_parallel_size": tensor_parallel}
-    own_plan = {"repeats": repeats, "temperatures": heats, "soak": soak, "engine": engine}
+    sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
+    engine: dict[str, Any] = {"tensor_parallel_size": tensor_parallel}
+    own_plan = {"repeats": repeats, "settle": settle, "soak": soak, "engine": engine}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
     ):
         subject = load_outline(*paths)
         requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
-        plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
+        plan = _plan(subject, sizes, memory_share) | own_plan
+        plan |= {"requests": requests, "temperatures": heats}
         _run_all(plan, chosen, children, output)
 
 
@@ -300,6 +303,10 @@ def _run_all(
                 stdout().print(problem, markup=False)
             ended = {way.name: results[way.name] for way in ways if way.name in results}
             _report(ended, plan["requests"], output)
+
+
+def _numbers(kind: Callable[[str], Any], written: str) -> list[Any]:
+    return [kind(one) for one in written.split(",")]
 
 
 def _require_vllm(where: VllmEnvironment) -> VllmEnvironment:

@@ -4,8 +4,8 @@
 ``benchmarks.vllm_engine`` writes the plan, starts this and reads the result. A plan holds: way
 ("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3, features,
 num_draft_tokens, max_model_len, memory_share, batches, temperatures, repeats, requests (a list of
-{prompt_ids, schema or None, max_tokens}), soak (how many of them at the end, greedy, some
-cancelled), engine (further arguments of vLLM's). The result:
+{prompt_ids, schema or None, max_tokens}), settle (seconds behind the warm-up of a batch), soak (how
+many of them at the end, greedy, some cancelled), engine (further arguments of vLLM's). The result:
 {load_seconds, version, cells: [{batch, temperature, seconds, tokens, answers}],
 soak: {seconds, answers}}; an answer is {text, token_ids, error, cancelled}.
 """
@@ -153,6 +153,7 @@ async def _measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, An
     for batch in plan["batches"]:
         few = requests[: max(12, 3 * batch)]
         await run_all(writer, shorter[: len(few)], batch)
+        await asyncio.sleep(plan["settle"])
         for temperature in plan["temperatures"]:
             asked = [{**request, "temperature": temperature} for request in few]
             for _ in range(plan["repeats"]):

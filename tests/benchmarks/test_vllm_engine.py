@@ -19,7 +19,7 @@ from guided_spec import LLM
 from guided_spec.engine.setup import bundled_asset
 from tests.integrations.vllm.fake import install
 
-OFF, ON, OWN = (WAYS[name] for name in ("off", "forced", "llm"))
+OFF, ON, OWN = (WAYS[name] for name in ("off", "tables", "llm"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -175,4 +175,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["soak"]["requests"] == 12
     assert found[ON.name] == {"problem": "out of memory"}
     refused = CliRunner().invoke(app, [*given, "--ways", "off,on"])
-    assert "must be of off, drafts, forced, llm" in str(refused.exception)
+    assert "must be of off, drafts, forced, tables, llm" in str(refused.exception)

@@ -23,6 +23,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.drafts import lookup
 from guided_spec.integrations.vllm.plugin import (
     FEATURES,
+    TABLES,
     VARIABLE,
     installed_root,
     requested,
@@ -52,9 +53,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "capture": ((True,), "pass engine_options={'enforce_eager': True}"),
     "device": (("cuda",), "vLLM takes what CUDA_VISIBLE_DEVICES leaves it: set that"),
     "device_map": ((), "pass tensor_parallel_size or pipeline_parallel_size"),
-    "device_table_bytes": ((), "vLLM's masks are filled on the host: leave it out"),
+    "device_table_bytes": ((), "tables may take 256 MiB: leave it out"),
     "grammar_backend": (("auto", "xgrammar"), "the plugin needs vLLM's xgrammar: leave it out"),
-    "grammar_tables": (("auto", "off"), "vLLM's masks come from matchers: leave it out"),
+    "grammar_tables": (("auto", "off"), "a grammar that comes again gets a table: leave it out"),
     "kernels": (("auto",), "vLLM has its own: leave it out"),
     "max_forced_tokens": ((), "drafts have num_draft_tokens at most: leave it out"),
     "quantization_config": ((), "pass engine_options={'quantization': ...}"),
@@ -134,7 +135,7 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None, *, has_lookup:
     engine["speculative_config"] = None if drafts is None else {**drafts, **more}
     outputs = _mapping("structured_outputs_config", extra.pop("structured_outputs_config", {}))
     engine["structured_outputs_config"] = {"backend": "xgrammar", **_own_outputs(outputs)}
-    features = tuple(_features(proposer, drafts, more))
+    features = tuple(_features(proposer, drafts, more, has_tables=config.grammar_tables != "off"))
     return Arguments({**engine, **extra}, features, proposer, config)
 
 
@@ -178,12 +179,12 @@ def _refuse_draft(proposer: str, draft: Any) -> None:
 
 
 def _features(
-    proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any]
+    proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any], *, has_tables: bool
 ) -> Iterator[str]:
     """Of the plugin: those that the environment asks for, and those that the drafts need."""
     asked, method = {"counts", *requested()}, None if drafts is None else drafts.get("method")
     if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):
-        asked.add("drafts")
+        asked |= {"drafts", TABLES} if has_tables else {"drafts"}
     if drafts is not None and method != _CUSTOM and proposer.startswith(FORCED):
         asked.add("forced")
     if more.get("draft_sample_method") == "probabilistic":

@@ -28,7 +28,7 @@ from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.integrations.vllm.requests import VllmGrammars
+from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
 
 # Literals, character classes and comments stand as they are.
 _ROOT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\#[^\n]*|(?<![\w.-])(root)(?![\w.-])')
@@ -121,9 +121,8 @@ class HandedGrammar:
         if not stops:
             return self
         if isinstance(inner, UniqueKeysGrammar):
-            return replace(self, inner=replace(inner, inner=_ending(inner.inner, stops)))
-        assert isinstance(inner, XGrammarGrammar)
-        return replace(self, inner=_ending(inner, stops))
+            return replace(self, inner=replace(inner, inner=ending_with(inner.inner, stops)))
+        return replace(self, inner=ending_with(inner, stops))
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
@@ -132,10 +131,6 @@ class HandedGrammar:
     def new_style_matcher(self) -> GrammarMatcher | None:
         """None: nothing is drafted with it here."""
         return None
-
-
-def _ending(grammar: XGrammarGrammar, stops: frozenset[int]) -> XGrammarGrammar:
-    return replace(grammar, stops=tuple(sorted(stops)), excluded=grammar.excluded - stops)
 
 
 class HandingBackend(DocumentBackend[HandedGrammar]):

@@ -42,6 +42,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch, probe
 from guided_spec.integrations.vllm import counts, sampling
 from guided_spec.integrations.vllm.arguments import Arguments, read_arguments, require_own_start
+from guided_spec.integrations.vllm.backend import GRAMMARS, VllmGrammars
 from guided_spec.integrations.vllm.drafts.lookup import has_lookup
 from guided_spec.integrations.vllm.grammars import GrammarText, HandedGrammar, grammars_for_vllm
 from guided_spec.integrations.vllm.plugin import (
@@ -51,7 +52,6 @@ from guided_spec.integrations.vllm.plugin import (
     installed_version,
     require_plugin,
 )
-from guided_spec.integrations.vllm.requests import GRAMMARS, VllmGrammars
 from guided_spec.models.loading import load_tokenizer
 from guided_spec.step import Committed
 

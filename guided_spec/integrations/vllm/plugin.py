@@ -29,6 +29,7 @@ ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 COUNTER = "guided_spec_vllm_repairs"
 FORCED = "forced"
+TABLES = "tables"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts.heads",
@@ -36,6 +37,7 @@ FEATURES = {
     FORCED: "guided_spec.integrations.vllm.drafts.heads",
     "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
+    TABLES: "guided_spec.integrations.vllm.drafts.heads",
 }
 PROMISES = (
     "exact",

@@ -19,14 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from guided_spec.integrations.host_drafter import HostDrafter
+from guided_spec.integrations.vllm.backend import GRAMMARS
 from guided_spec.integrations.vllm.plugin import around_drafting, install
 from guided_spec.integrations.vllm.reasoning import REASONING, TELLS
-from guided_spec.integrations.vllm.requests import (
-    GRAMMARS,
-    STATES_V1,
-    GrammarRequests,
-    note_states,
-)
+from guided_spec.integrations.vllm.requests import STATES_V1, GrammarRequests, note_states
 
 
 class GuidedProposer:

@@ -11,114 +11,35 @@ by vLLM's own xgrammar backend with the same settings, so what is forced here is
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.spec import GrammarKind, GrammarSpec
-from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.grammar.tables.tabled import TabledGrammar, table_bytes
+from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.integrations.host_drafter import HostRequest
 from guided_spec.integrations.patches import Patch
-from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, Reasoning, ReasoningSpan
+from guided_spec.integrations.vllm.backend import (
+    GRAMMARS,
+    TabledGrammars,
+    VllmGrammars,
+    ending_with,
+)
+from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, ReasoningSpan
 from guided_spec.masks.constraint import Constraint
+from guided_spec.ops.host import Download
 
 _logger = logging.getLogger("vllm.guided_spec")
-_KINDS: dict[str, GrammarKind] = {
-    "JSON": "json_schema",
-    "JSON_OBJECT": "json_object",
-    "REGEX": "regex",
-    "CHOICE": "choice",
-    "GRAMMAR": "ebnf",
-    "STRUCTURAL_TAG": "structural_tag",
-}
-_OPTIONS = {kind: option for option, kind in _KINDS.items()}
-_ANY_OBJECT = '{"type": "object"}'
-
-
-class VllmGrammars:
-    """A grammar backend: vLLM's xgrammar backend under one VllmConfig.
-
-    config: vLLM's configuration, which names the model, its tokenizer and the whitespace style.
-
-    Raises ModelError for a tokenizer that cannot be read.
-    """
-
-    def __init__(self, config: Any) -> None:
-        tokenizers = importlib.import_module("vllm.tokenizers")
-        backend = importlib.import_module("vllm.v1.structured_output.backend_xgrammar")
-        self._types = importlib.import_module("vllm.v1.structured_output.backend_types")
-        self._request = importlib.import_module("vllm.v1.structured_output.request")
-        self.tokenizer = tokenizers.cached_tokenizer_from_config(model_config=config.model_config)
-        vocab_size = config.model_config.get_vocab_size()
-        self._backend = backend.XgrammarBackend(
-            config, tokenizer=self.tokenizer, vocab_size=vocab_size
-        )
-        takes = inspect.signature(self._backend.compile_grammar).parameters
-        self._ends_by_request = "stop_token_ids" in takes
-        any_grammar = self._compile_own(GrammarSpec.json_object())
-        self.vocabulary = Vocabulary.from_tokenizer(
-            self.tokenizer, vocab_size, any_grammar.tokenizer_info.stop_token_ids
-        )
-        outputs = config.structured_outputs_config
-        self._any_whitespace = not outputs.disable_any_whitespace
-        self.reasoning = Reasoning.of(config, self.tokenizer)
-
-    def spec_of(self, sampling_params: Any) -> GrammarSpec | None:
-        """What a request's text must match, from its first token on or behind ``span_of``.
-
-        None for a free request, and for a grammar that another backend than xgrammar enforces.
-        """
-        params = getattr(sampling_params, "structured_outputs", None)
-        if params is None or params.all_constraints_none():
-            return None
-        if params._backend != "xgrammar":
-            return None
-        option, source = self._request.get_structured_output_key(params)
-        kind = _KINDS[option.name]
-        is_json = kind in ("json_schema", "json_object")
-        return GrammarSpec(kind, source, any_whitespace=is_json and self._any_whitespace)
-
-    def span_of(self, sampling_params: Any, prompt: Sequence[int]) -> ReasoningSpan | None:
-        """The reasoning that a request's grammar begins behind; None where there is none."""
-        return None if self.reasoning is None else self.reasoning.span(sampling_params, prompt)
-
-    def stops_of(self, sampling_params: Any) -> frozenset[int]:
-        """The tokens that end a request's text, where those are not the vocabulary's.
-
-        From 0.28 on vLLM's grammars end with the stop tokens of the request.
-        """
-        if not self._ends_by_request:
-            return frozenset()
-        stops = frozenset(sampling_params.all_stop_token_ids)
-        return frozenset() if stops == {*self.vocabulary.stop_token_ids} else stops
-
-    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
-        """``spec`` as vLLM compiles it. Raises whatever vLLM's backend raises."""
-        compiled = self._compile_own(spec)
-        style = self._compile_style(spec) if spec.any_whitespace else None
-        excluded = frozenset() if spec.kind == "structural_tag" else self.vocabulary.without_bytes
-        return XGrammarGrammar(compiled, style, excluded)
-
-    def _compile_own(self, spec: GrammarSpec) -> Any:
-        option = getattr(self._types.StructuredOutputOptions, _OPTIONS[spec.kind])
-        return self._backend.compile_grammar(option, spec.source).ctx
-
-    def _compile_style(self, spec: GrammarSpec) -> Any:
-        """The same values with ``", "`` and ``": "``: where whitespace is free, one guess at it."""
-        source = spec.source if spec.kind == "json_schema" else _ANY_OBJECT
-        return self._backend.compiler.compile_json_schema(source, any_whitespace=False)
 
 
 class ShadowConstraint:
@@ -156,9 +77,8 @@ class ShadowConstraint:
         constraint = self._constraint
         if constraint is None or not _continues(constraint.committed, text, start):
             grammar = self._future.result()
-            if self._stops and isinstance(grammar, XGrammarGrammar):
-                excluded = grammar.excluded - self._stops
-                grammar = replace(grammar, stops=tuple(self._stops), excluded=excluded)
+            if self._stops:
+                grammar = ending_with(grammar, self._stops)
             constraint = self._constraint = Constraint(grammar)
         try:
             constraint.commit(text[start + len(constraint.committed) :])
@@ -166,6 +86,15 @@ class ShadowConstraint:
             self._lose(error)
             return None
         return None if constraint.is_terminated else constraint
+
+    @property
+    def table(self) -> TokenTable | None:
+        """Of its grammar; None as long as that has none."""
+        future = self._future
+        if self._stops or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        grammar = future.result()
+        return grammar.table if isinstance(grammar, TabledGrammar) else None
 
     def again(self) -> ShadowConstraint:
         """The same request's, whose text is read from its beginning."""
@@ -182,24 +111,24 @@ def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> boo
     return len(text) - start > last and (last < 0 or text[start + last] == committed[last])
 
 
-MOST_NOTED = 64  # steps without a draft whose tokens may stay on the device
-
-
 class GrammarRequests:
     """Running requests by vLLM's names for them.
 
     config: vLLM's VllmConfig. With tensor parallelism a grammar is waited for where it is first
         needed: every rank must draft the same tokens, and so have it from the same step on.
+    has_tables: whether grammars get tables, for ``walk_with``.
 
     Raises ModelError for a tokenizer that cannot be read.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, has_tables: bool = False) -> None:
         self._grammars = VllmGrammars(config)
-        self._queue = GrammarCompileQueue(self._grammars, max_workers=1)
+        backend = TabledGrammars(self._grammars) if has_tables else self._grammars
+        self._queue = GrammarCompileQueue(backend, max_workers=1, size_of_more=table_bytes)
         self._waits = config.parallel_config.tensor_parallel_size > 1
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
+        self._walks: Walks | None = None
         self._new_slots = itertools.count()
         self._release: Callable[[Sequence[int]], None] | None = None
 
@@ -226,12 +155,14 @@ class GrammarRequests:
         """
         self._forget(name)
         text, slot = [*prompt, *output], next(self._new_slots)
-        asked = self._asked[name] = _Asked(sampling_params, output, text, len(prompt), slot)
+        asked = _Asked(sampling_params, output, text, len(prompt), len(text), slot)
+        self._asked[name] = asked
         spec = self._grammars.spec_of(sampling_params)
         if spec is not None:
             stops = self._grammars.stops_of(sampling_params)
             asked.shadow = ShadowConstraint(self._queue.submit(spec), stops)
             asked.span = self._grammars.span_of(sampling_params, prompt)
+            self._begin_walk(name)
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -239,15 +170,18 @@ class GrammarRequests:
         Only what is new is read, where the output still ends as it did.
         """
         self._drop_noted(name)
+        if self._walks is not None:  # it begins anew behind what is stated
+            self._walks.forget(name)
         asked = self._asked[name]
         asked.stated = output
         text, start = asked.text, asked.prompt_length
-        known = len(text) - start
-        if known > len(output) or (known and text[-1] != output[known - 1]):
+        known, sure = len(text) - start, asked.sure - start
+        if known > len(output) or text[asked.sure :] != list(output[sure:known]):
             del text[start:]
             asked.shadow = asked.shadow and asked.shadow.again()
             asked.span = asked.span and asked.span.again()
         text.extend(output[len(text) - start :])
+        asked.sure = len(text)
 
     def knows(self, name: str, sampling_params: Any) -> bool:
         """Whether this very request was added."""
@@ -258,35 +192,48 @@ class GrammarRequests:
         """Whether this very list was the last to be added or stated for a request."""
         return self._asked[name].stated is output
 
+    def walk_with(self, walks: Walks) -> None:
+        """Requests whose grammars have tables walk along them from now on."""
+        self._walks = walks
+
     def any_grammar(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar."""
         asked = map(self._asked.get, names)
         return any(one is not None and one.shadow is not None for one in asked)
 
+    def any_on_host(self, names: Iterable[str]) -> bool:
+        """Whether one of the requests asked for a grammar, and does not walk along its table."""
+        walks = self._walks
+        return self.any_grammar(name for name in names if walks is None or name not in walks)
+
     def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
 
-        Nothing waits for the device, except now and then while nothing is drafted. Tokens outside
-        of the vocabulary are none.
+        Nothing waits for the device. Tokens outside of the vocabulary are none.
         """
-        if self.any_grammar(names):
-            counts = num_tokens.view(-1, 1).to(token_ids.dtype)
-            packed = torch.cat([counts, token_ids], 1)  # a copy: vLLM may use its memory again
-            if len(self._noted) == MOST_NOTED:
-                self._record()
-            self._noted.append(_Noted([*names], packed))
+        if not self.any_grammar(names):
+            return
+        if self._walks is not None:
+            self._walks.commit(names, token_ids, num_tokens)
+        while self._noted and self._noted[0].packed.is_there:
+            self._record_first()
+        counts = num_tokens.view(-1, 1).to(token_ids.dtype)
+        packed = torch.cat([counts, token_ids], 1)  # a copy: vLLM may use its memory again
+        self._noted.append(_Noted([*names], Download(packed)))
 
     def commit(self, names: Sequence[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for it.
 
         None for a free request, one that still reasons, one without tokens in the last step that
         was noted (its prompt is still read), and one whose grammar is not compiled yet, is
-        complete, or does not fit its tokens.
+        complete, or does not fit its tokens; and for one that walks, now or from here on.
         """
         written = self._record()
-        return [
-            self._follow(name, waits=self._waits) if name in written else None for name in names
-        ]
+        found = list[Constraint | None]()
+        for name in names:
+            is_here = name in written and not self._begin_walk(name)
+            found.append(self._follow(name, waits=self._waits) if is_here else None)
+        return found
 
     def stand(self, names: Iterable[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for both.
@@ -313,7 +260,10 @@ class GrammarRequests:
 
     def at_hand(self, name: str) -> Constraint | None:
         """As ``stand``; None also where that would wait for the device, or for a grammar."""
-        return None if self._noted else self._follow(name, waits=self._waits)
+        if not all(noted.packed.is_there for noted in self._noted):
+            return None
+        self._record()
+        return self._follow(name, waits=self._waits)
 
     def on_host(
         self,
@@ -346,18 +296,38 @@ class GrammarRequests:
 
     def _record(self) -> set[str]:
         """Append what was noted; returns the requests that got tokens in the last step."""
-        noted, self._noted = self._noted, []
         written = set[str]()
-        for names, packed in noted:
-            written.clear()
-            for name, (count, *token_ids) in zip(names, packed.tolist(), strict=True):
-                new = [
-                    token for token in token_ids[: max(0, count)] if 0 <= token < self.vocab_size
-                ]
-                if name in self._asked and new:
-                    self._asked[name].text.extend(new)
-                    written.add(name)
+        while self._noted:
+            written = self._record_first()
         return written
+
+    def _record_first(self) -> set[str]:
+        """Append what was noted first; returns the requests that got tokens in that step."""
+        names, packed = self._noted.pop(0)
+        written = set[str]()
+        for name, (count, *token_ids) in zip(names, packed.wait().tolist(), strict=True):
+            new = [token for token in token_ids[: max(0, count)] if 0 <= token < self.vocab_size]
+            if name in self._asked and new:
+                self._asked[name].text.extend(new)
+                written.add(name)
+                if self._walks is not None:
+                    self._walks.read(name, new)
+        return written
+
+    def _begin_walk(self, name: str) -> bool:
+        """Whether a request walks along its table, already or from here on.
+
+        What it committed has been recorded, or it has begun just now.
+        """
+        walks, asked = self._walks, self._asked.get(name)
+        if walks is None or asked is None or asked.shadow is None:
+            return False
+        if name in walks:
+            return True
+        table, start = asked.shadow.table, asked.start
+        if table is None or start is None or asked.is_over:
+            return False
+        return walks.begin(name, table, asked.text[start:])
 
     def _follow(self, name: str, *, waits: bool) -> Constraint | None:
         asked = self._asked[name]
@@ -369,6 +339,8 @@ class GrammarRequests:
         asked = self._asked.pop(name, None)
         if asked is not None and self._release is not None:
             self._release([asked.slot])
+        if self._walks is not None:
+            self._walks.forget(name)
         self._drop_noted(name)
 
     def _drop_noted(self, name: str) -> None:
@@ -391,7 +363,7 @@ class _Noted(NamedTuple):
     """
 
     names: list[str | None]
-    packed: Tensor
+    packed: Download
 
 
 @dataclass(slots=True)
@@ -399,7 +371,8 @@ class _Asked:
     """sampling_params, stated: vLLM's own. The identity of the first tells a request from a later
     one of its name, that of the second a text that goes on from one that was set anew.
 
-    text: prompt and output, the first ``prompt_length`` tokens the prompt. slot: unlike any other.
+    text: prompt and output, the first ``prompt_length`` tokens the prompt, and the first ``sure``
+    ones as vLLM stated them. slot: unlike any other.
     shadow: None for free text. span: the reasoning in front of the grammar's part of the output;
     None where there is none.
     """
@@ -408,6 +381,7 @@ class _Asked:
     stated: Iterable[int]
     text: list[int]
     prompt_length: int
+    sure: int
     slot: int
     shadow: ShadowConstraint | None = None
     span: ReasoningSpan | None = None
@@ -428,12 +402,12 @@ class _Asked:
 _PLACE = "guided_spec_requests"  # on what they belong to, so that the two go together
 
 
-def follow_requests(owner: Any, config: Any) -> GrammarRequests:
+def follow_requests(owner: Any, config: Any, *, has_tables: bool = False) -> GrammarRequests:
     """The requests of a worker, noted from now on; hang on a drafter or a model runner.
 
     Raises ModelError as ``GrammarRequests`` does.
     """
-    requests = GrammarRequests(config)
+    requests = GrammarRequests(config, has_tables=has_tables)
     setattr(owner, _PLACE, requests)
     return requests
 
@@ -520,15 +494,6 @@ def note_sampled_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
-GRAMMARS = (
-    Patch("vllm.sampling_params", "StructuredOutputsParams",
-          attributes="_backend all_constraints_none"),
-    Patch("vllm.sampling_params", "SamplingParams", attributes="all_stop_token_ids"),
-    Patch("vllm.v1.structured_output.request", "get_structured_output_key", "params"),
-    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend.compile_grammar",
-          "self request_type grammar_spec ..."),
-    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", attributes="compiler"),
-)  # fmt: skip
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
 

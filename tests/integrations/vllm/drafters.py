@@ -21,6 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.isolation import Workers
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.table import proven_table, tabled_part
+from guided_spec.grammar.tables.token_table import TokenTable
+from guided_spec.integrations.vllm import backend as vllm_backend
 from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.drafts import heads as vllm_drafts
 from guided_spec.integrations.vllm.drafts.heads import Drafting, drafting_of
@@ -68,6 +75,18 @@ def use_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     base = _vllm("v1.spec_decode.llm_base_proposer")
     buffer = functools.partial(base.CpuGpuBuffer, pin_memory=False)
     monkeypatch.setattr(base, "CpuGpuBuffer", buffer)
+
+
+def use_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars come with their tables, made in this process."""
+
+    def make(workers: Workers, spec: GrammarSpec, *limits: Any) -> TokenTable:
+        compiled = XGrammarBackend(workers._vocabulary).compile(spec)
+        return proven_table(tabled_part(compiled), Spelling(workers._vocabulary), limits[-1])
+
+    monkeypatch.setenv("GUIDED_SPEC_VLLM", "tables")
+    monkeypatch.setattr(Workers, "make_table", make)
+    monkeypatch.setattr(vllm_backend, "TEXTS_BEFORE_A_TABLE", 0)
 
 
 def config_of(**speculative: Any) -> Any:

@@ -58,6 +58,7 @@ def test_names_of_vllm() -> None:
         dtype=torch.bfloat16,
         revision=None,
         compile_threads=3,
+        grammar_tables="auto",
     )
     speculative = {"method": "eagle3", "model": "a/head", "num_speculative_tokens": 3}
     assert found.engine == {
@@ -74,7 +75,7 @@ def test_names_of_vllm() -> None:
         "structured_outputs_config": {"backend": "xgrammar"},
     }
     assert read(engine_options={"dtype": "half"}).engine["dtype"] == "half"
-    assert found.features == ("counts", "drafts", "forced")
+    assert found.features == ("counts", "drafts", "forced", "tables")
     assert found.proposer == "chain:grammar_forced+eagle3"
     assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
 
@@ -100,6 +101,8 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
         "method": "mtp",
         "num_speculative_tokens": 5,
     }
+    assert read("mtp", grammar_tables="auto").features == ("counts", "drafts", "tables")
+    assert read("ngram", grammar_tables="auto").features == ("counts",)
     sampled = {"speculative_config": {"draft_sample_method": "probabilistic"}}
     assert read("eagle3", "a/head", sampled).features == ("counts", "drafts", "exact")
     monkeypatch.setenv(VARIABLE, "guard")

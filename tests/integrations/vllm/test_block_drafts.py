@@ -14,11 +14,8 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm.drafts import heads as vllm_drafts  # noqa: E402
-from guided_spec.integrations.vllm.drafts.heads import (  # noqa: E402
-    Drafting,
-    drafting_of,
-    draws_blocks,
-)
+from guided_spec.integrations.vllm.drafts.blocks import draws_blocks  # noqa: E402
+from guided_spec.integrations.vllm.drafts.heads import Drafting, drafting_of  # noqa: E402
 from tests.integrations.vllm.drafters import (  # noqa: E402
     CPU,
     V1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.integrations.vllm.backend import VllmGrammars
 from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
 
@@ -24,6 +26,7 @@ from tests.integrations.vllm.drafters import (  # noqa: E402
     encode,
     started,
     use_loops,
+    use_tables,
 )
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
@@ -51,10 +54,13 @@ ANSWER = '{"temperature": 31, "sky": "cloudy"}'
 Make = Callable[..., Any]
 
 
-@pytest.fixture
-def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["masks", "tables"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of the masks to the drafter: from the host, and along tables."""
     monkeypatch.delenv("GUIDED_SPEC_VLLM", raising=False)
     use_loops(monkeypatch)
+    if request.param == "tables":
+        use_tables(monkeypatch)
 
 
 @pytest.fixture(params=["v1", "v2", "v2 with graphs"])
@@ -297,3 +303,62 @@ def test_tokens_that_the_older_runner_takes_back() -> None:
     found = drafter.step({"request": [letter("c")]})["request"]
     assert set(tokenizer().decode(found[:2])) <= set("bc")
     assert found[2:] == [letter("d")] * 2 or END in found
+
+
+@pytest.mark.parametrize("loops", ["tables"], indirect=True)
+def test_along_tables_nothing_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the host has seen a grammar's table, it is asked about no token of its texts."""
+    config, answer = config_of(), [*encode(ANSWER), END]
+    params = sampling_params(config, json=SCHEMA)
+    drafter = started(make(config, Table(31)), first=params)
+    drafter.step({"first": answer[:1]})
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError(args)
+
+    monkeypatch.setattr(type(drafter.drafting.requests), "commit", refuse)
+    drafter.add("second", params)  # of a grammar that is known
+    drafter.is_asynchronous = True  # of the older runner
+    written, at = {"first": 1, "second": 0}, 0
+    while written:
+        at += 1
+        new = {}
+        for name in [*written]:
+            start, written[name] = written[name], written[name] + 1 + at % 2
+            new[name] = answer[start : written[name]]
+        drafts = drafter.step(new)
+        for name, tokens in new.items():
+            if tokens[-1:] == [END] or written[name] >= len(answer):
+                drafter.remove(name)
+                del written[name]
+                continue
+            text = [*answer[: written[name]], *up_to_end(drafts[name])]
+            left = text[: text.index(END)] if END in text else text
+            assert is_beginning(params, left), tokenizer().decode(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loops", ["masks"], indirect=True)
+def test_a_grammar_that_comes_again_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUIDED_SPEC_VLLM", "tables")  # made by a process of its own
+    config = config_of()
+    b, d = letter("b"), letter("d")
+    params = sampling_params(config, regex="ab{3}d{9}")
+    drafter = started(V2(config, Table(33)), first=params)
+    drafter.step({"first": [letter("a")]})
+    table = drafter.drafting.requests._asked["first"].shadow._future.result()
+    deadline = time.monotonic() + 60
+    while table.table is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert table.table is not None, table.reason
+    found = drafter.step({"first": [b]})["first"]
+    assert found == [b, b, d, d][:NUM_DRAFT]
+    assert not drafter.drafting.requests.any_on_host(["first"])
+
+
+def is_beginning(params: Any, token_ids: Sequence[int]) -> bool:
+    """Whether tokens begin a text of the request's grammar."""
+    compiled = VllmGrammars(config_of())
+    spec = compiled.spec_of(params)
+    assert spec is not None
+    return all(map(compiled.compile(spec).new_matcher().accept_token, token_ids))

@@ -18,9 +18,9 @@ from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.vllm.backend import VllmGrammars
 from guided_spec.integrations.vllm.grammars import HandingBackend, written
 from guided_spec.integrations.vllm.plugin import installed_version
-from guided_spec.integrations.vllm.requests import VllmGrammars
 from tests.integrations.vllm.fake import MODEL, Grammars
 
 OBJECT = {

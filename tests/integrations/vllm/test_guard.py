@@ -20,6 +20,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
 from guided_spec.integrations.vllm import requests as vllm_requests  # noqa: E402
+from guided_spec.ops.host import Download  # noqa: E402
 from tests.integrations.vllm.guarded import (  # noqa: E402
     HISTORIES,
     LEGAL,
@@ -131,11 +132,15 @@ def test_rows_behind_a_refused_draft_stay_open(make: Make) -> None:
     assert world.check() is world.output
 
 
-def test_rows_of_another_place_are_stale_where_that_costs_no_wait(make: Make) -> None:
+def test_rows_of_another_place_are_stale_where_that_costs_no_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(make)
     swap(world)
     if make is NewRunner:
-        assert world.check() is world.output  # the texts are on the device
+        with monkeypatch.context() as late:
+            late.setattr(Download, "is_there", False)
+            assert world.check() is world.output  # the texts are on the device
     world.know()
     found = world.check()
     assert {name: world.legal(found, name) for name in LEGAL} == LEGAL

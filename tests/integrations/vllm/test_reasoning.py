@@ -10,13 +10,14 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
+from guided_spec.integrations.vllm.backend import VllmGrammars  # noqa: E402
 from guided_spec.integrations.vllm.reasoning import (  # noqa: E402
     Bounds,
     Reasoning,
     ReasoningSpan,
     tell_reasoning,
 )
-from guided_spec.integrations.vllm.requests import GrammarRequests, VllmGrammars  # noqa: E402
+from guided_spec.integrations.vllm.requests import GrammarRequests  # noqa: E402
 from tests.integrations.vllm.guarded import (  # noqa: E402
     Make,
     NewRunner,

@@ -14,12 +14,6 @@ In the new model runner the draft loop is made of CUDA graphs, with the sampling
 its masks at one address, where the host writes them between two replays; so there has to be a graph
 for each position. vLLM from 0.28 on may also capture all those behind the first in one graph: here
 it goes by its other way.
-
-P-EAGLE and DFlash draw all tokens of a block from the logits of one forward, DSpark one after
-another from the hidden states of one. vLLM draws the block first, freely, in the new runner inside
-of a CUDA graph. Where a request has a grammar it is drawn once more behind that, from left to
-right, from the same hidden states and with the same noise: the tokens of free requests come out as
-they were.
 """
 
 from __future__ import annotations
@@ -35,10 +29,13 @@ from torch import Tensor
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.patches import OneOf, Patch
+from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
 from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.drafts.masks import DraftMasks, Lead
+from guided_spec.integrations.vllm.drafts.walks import Walks
 from guided_spec.integrations.vllm.plugin import (
     FORCED,
+    TABLES,
     around_drafting,
     in_workers,
     log,
@@ -60,13 +57,6 @@ MOST_SEARCHED = 16
 _LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependentARSpeculator")
 _FUSES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
 _OTHER_WAYS = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
-_BASE, _FLASH, _SPARK = "SpecDecodeBaseProposer", "DFlashSpeculator", "DSparkSpeculator"
-# What a drafter has to have from these, the first that it is of: a DSpark is a DFlash too.
-_DRAWN_BY = {
-    _BASE: ("propose", "_sample_draft_tokens"),
-    _SPARK: ("_generate_draft", "_sample_sequential", "_sample_logits"),
-    _FLASH: ("_generate_draft",),
-}
 
 
 class Drafting:
@@ -90,7 +80,8 @@ class Drafting:
         draft: Tensor | None = None,
     ) -> None:
         config = drafter.vllm_config
-        self.requests = follow_requests(drafter, config)
+        has_tables = self._has_tables(drafter)
+        self.requests = follow_requests(drafter, config, has_tables=has_tables)
         self.num_draft = num_draft
         self.is_capturing = False
         size = config.scheduler_config.max_num_seqs
@@ -103,24 +94,45 @@ class Drafting:
         with torch.inference_mode(mode=False):
             rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
             self._masks = DraftMasks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
+            self._walks: Walks | None = None
+            if has_tables:
+                own = self._masks.own
+                self._walks = Walks(size, num_draft, vocab_size, own, drafter.device)
+                self.requests.walk_with(self._walks)
         self._draft = draft
-        self._forced: HostDrafter | None = None
-        if FORCED in requested() and width < vocab_size:
-            warn(f"forced is off: {type(drafter).__name__} knows {width} of {vocab_size} tokens")
-        elif FORCED in requested():
-            of = self.requests.grammars
-            self._forced = HostDrafter(
-                of.vocabulary, of.tokenizer, num_draft, size, "grammar_forced"
-            )
-            self.requests.at_end(self._forced.release)
+        self._forced = self._forced_drafter(drafter, width, size)
         self._is_running = False
         self._draws_blocks = draws_blocks(drafter)
         self._block: Tensor | None = None  # logits [B, K, V], while they are drawn from
         self._watch(drafter.model)
         if self._draws_blocks:
-            _guide_blocks(drafter, self)
+            guide_blocks(drafter, self)
         setattr(drafter, _PLACE, self)
         log(f"{type(drafter).__name__} drafts under grammars")
+
+    def _forced_drafter(self, drafter: Any, width: int, size: int) -> HostDrafter | None:
+        """width: tokens that the drafter knows. size: requests of a batch."""
+        of = self.requests.grammars
+        if FORCED not in requested():
+            return None
+        if width < self.requests.vocab_size:
+            known = f"{width} of {self.requests.vocab_size} tokens"
+            warn(f"forced is off: {type(drafter).__name__} knows {known}")
+            return None
+        found = HostDrafter(of.vocabulary, of.tokenizer, self.num_draft, size, "grammar_forced")
+        self.requests.at_end(found.release)
+        return found
+
+    @staticmethod
+    def _has_tables(drafter: Any) -> bool:
+        """Whether requests may walk along tables. Ranks that share a model would have to begin at
+        the same time: each has its own tables, some later than others."""
+        if TABLES not in requested():
+            return False
+        is_alone: bool = drafter.vllm_config.parallel_config.tensor_parallel_size == 1
+        if not is_alone:
+            warn(f"{TABLES} is off: it does not go with tensor parallelism")
+        return is_alone
 
     @property
     def is_running(self) -> bool:
@@ -133,14 +145,18 @@ class Drafting:
 
         What was sampled has been noted, see ``GrammarRequests.note``.
         """
-        constraints: list[Constraint | None] = []
-        if num_draft > 0 and self.requests.any_grammar(names):
+        constraints: list[Constraint | None] = [None] * len(names)
+        if num_draft > 0 and self.requests.any_on_host(names):
             constraints = self.requests.commit(names)
-        if not any(constraints):
+        walk = None
+        if num_draft > 0 and self._walks is not None:
+            walk = self._walks.start(names)
+        if walk is None and not any(constraints):
             self._masks.clear()
             yield
             return
-        self._masks.start(constraints, num_draft, self._lead(names, constraints, num_draft))
+        lead = self._lead(names, constraints, num_draft)
+        self._masks.start(constraints, num_draft, lead, walk)
         self._is_running = True
         try:
             yield
@@ -157,7 +173,7 @@ class Drafting:
         for.
         """
         limits = [0 if constraint is None else num_draft for constraint in constraints]
-        if self._forced is None or sum(limit > 0 for limit in limits) > MOST_SEARCHED:
+        if self._forced is None or not 0 < sum(limit > 0 for limit in limits) <= MOST_SEARCHED:
             return None
         batch = self._forced.batch(self.requests.on_host(names, constraints, limits))
         return functools.partial(self._forced.extend, batch)
@@ -378,163 +394,6 @@ def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
             return capture(*args, **kwargs)
 
     speculator.capture = captured
-
-
-def draws_blocks(drafter: Any) -> bool:
-    """Whether it is one of the drafters that ``_guide_blocks`` knows.
-
-    Not one that draws paths of candidates (DFlash2, LiLiCorr, XPress), nor a DSpark with a draft
-    vocabulary of its own, whose logits have no place for a mask.
-    """
-    for name, drawn_by in _DRAWN_BY.items():
-        owner = _owner(drafter, name)
-        if owner is not None:
-            return _is_block(drafter) and all(_is_of(drafter, owner, one) for one in drawn_by)
-    return False
-
-
-def _is_block(drafter: Any) -> bool:
-    if _owner(drafter, _BASE) is not None:
-        return bool(getattr(drafter, "parallel_drafting", False))
-    own_tokens = getattr(drafter.model, "draft_id_to_target_id", None)
-    return _owner(drafter, _SPARK) is None or own_tokens is None
-
-
-def _guide_blocks(drafter: Any, drafting: Drafting) -> None:
-    """The blocks of a drafter that ``draws_blocks`` are legal from now on."""
-    if _owner(drafter, _BASE) is not None:
-        _guide_proposer(drafter, drafting)
-    elif _owner(drafter, _SPARK) is not None:
-        _redraw_behind(drafter, drafting, _guide_spark(drafter, drafting))
-    else:
-        _redraw_behind(drafter, drafting, _guide_flash(drafter, drafting))
-
-
-def _owner(drafter: Any, name: str) -> Any:
-    return next((cls for cls in type(drafter).__mro__ if cls.__name__ == name), None)
-
-
-def _is_of(drafter: Any, owner: Any, name: str) -> bool:
-    found = getattr(owner, name, None)
-    return found is not None and getattr(type(drafter), name) is found
-
-
-def _guide_proposer(proposer: Any, drafting: Drafting) -> None:
-    """The older runner: what is drawn is in no graph, so that it is drawn under masks at once."""
-    draw = proposer._sample_draft_tokens
-
-    def draw_legal(hidden_states: Tensor, metadata: Any) -> Any:
-        if not drafting.is_running:
-            return draw(hidden_states, metadata)
-        drawn, probs = list[Tensor](), list[Tensor]()
-        for hidden in drafting.positions(hidden_states):
-            token_ids, own_probs = draw(hidden, metadata)
-            proposer.input_ids[: len(token_ids)] = token_ids  # where the next mask looks
-            drawn.append(token_ids)
-            if own_probs is not None:
-                probs.append(own_probs)
-        block = torch.stack(drawn, 1).flatten()
-        return block, torch.stack(probs, 1).flatten(0, 1) if probs else None
-
-    proposer._sample_draft_tokens = draw_legal
-
-
-Redraw = Callable[[int], None]
-
-
-def _redraw_behind(speculator: Any, drafting: Drafting, redraw: Redraw) -> None:
-    """Behind each block of the new runner."""
-    propose = speculator.propose
-
-    def propose_legal(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = propose(input_batch, *args, **kwargs)
-        num_draft = kwargs.get("num_speculative_tokens")
-        num_draft = speculator.num_speculative_steps if num_draft is None else num_draft
-        with drafting.step(input_batch.req_ids, num_draft):
-            if drafting.is_running:
-                redraw(len(input_batch.req_ids))
-        return draft
-
-    speculator.propose = propose_legal
-
-
-def _guide_flash(speculator: Any, drafting: Drafting) -> Redraw:
-    draw, width = speculator.sample_draft, speculator.num_speculative_steps
-    rows = speculator.max_num_reqs * width
-    kept = [_Kept(rows) for _ in range(4)]
-    fixed: list[Any] = []
-
-    def sample_draft(  # noqa: PLR0913, PLR0917 - vLLM's
-        hidden: Tensor,
-        positions: Tensor,
-        requests: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        steps: Tensor,
-        logits: Tensor | None,
-        **others: Any,
-    ) -> Any:
-        for one, tensor in zip(kept, (hidden, positions, requests, steps), strict=True):
-            one.keep(tensor)
-        fixed[:] = [temperature, seeds, logits, others]
-        return draw(hidden, positions, requests, temperature, seeds, steps, logits, **others)
-
-    def redraw(count: int) -> None:
-        hidden, *by_token = (one.rows(count * width) for one in kept)
-        positions, requests, steps = (one.view(count, width).T.contiguous() for one in by_token)
-        temperature, seeds, logits, others = fixed
-        for at, one in enumerate(drafting.positions(hidden)):
-            speculator.draft_tokens[:count, at] = draw(
-                one, positions[at], requests[at], temperature, seeds, steps[at], logits, **others
-            )
-
-    speculator.sample_draft = sample_draft
-    return redraw
-
-
-def _guide_spark(speculator: Any, drafting: Drafting) -> Redraw:
-    draw_all, draw_one = speculator._sample_sequential, speculator._sample_logits
-    kept = _Kept(speculator.max_num_reqs * speculator.num_query_per_req)
-    kernels = getattr(speculator.model, "sample_sequential", None)  # of some models, without logits
-
-    def sample_sequential(num_reqs: int, hidden: Tensor) -> None:
-        kept.keep(hidden)
-        draw_all(num_reqs, hidden)
-
-    def sample_logits(logits: Tensor, *others: Any) -> Any:
-        return draw_one(drafting.masked(logits), *others)
-
-    speculator._sample_sequential = sample_sequential
-    speculator._sample_logits = sample_logits
-    if kernels is not None:
-        speculator.model.sample_sequential = lambda *given: (
-            not drafting.is_running and kernels(*given)
-        )
-    return lambda count: draw_all(count, kept.rows(count * speculator.num_query_per_req))
-
-
-class _Kept:
-    """The first rows of a tensor at one address, which a CUDA graph writes to as well.
-
-    It is first kept before graphs are captured, when vLLM measures what memory a step needs.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._rows: Tensor | None = None
-
-    def keep(self, tensor: Tensor) -> None:
-        if self._rows is None:
-            # A normal tensor: vLLM writes inside and outside of its inference mode.
-            with torch.inference_mode(mode=False):
-                shape = (self._size, *tensor.shape[1:])
-                self._rows = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-        count = min(self._size, len(tensor))
-        self._rows[:count].copy_(tensor[:count])
-
-    def rows(self, count: int) -> Tensor:
-        assert self._rows is not None
-        return self._rows[:count]
 
 
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"

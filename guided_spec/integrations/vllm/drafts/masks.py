@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.integrations.vllm.drafts.walks import TAIL
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import MaskRows
+from guided_spec.masks.rows import MaskRows, TableWalk
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
@@ -37,6 +38,8 @@ class DraftMasks:
     target_ids: int64 [D], the target's token for each token of a smaller draft vocabulary; the
         drafter's logits are over the target's vocabulary all the same, as vLLM has them. None where
         the drafter knows every token.
+
+    own: int32 [W] on the host, the tokens that the drafter knows; None for all.
     """
 
     def __init__(
@@ -48,13 +51,14 @@ class DraftMasks:
     ) -> None:
         self._rows = rows
         self._drafted = drafted
-        self._own = None if target_ids is None else row_of(target_ids.tolist(), vocab_size)
+        self.own = None if target_ids is None else row_of(target_ids.tolist(), vocab_size)
         self._vocab_size = vocab_size
-        size = (rows.requests, num_mask_words(vocab_size))
+        self._num_words = num_mask_words(vocab_size)
+        size = (rows.requests, self._num_words + TAIL)  # rows as of ``drafter_rows``
         self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
-        self._only = torch.full(size[:1], -1, dtype=torch.int64, device=rows.device)
         self._lookahead: Lookahead | None = None
         self._lead: Lead | None = None
+        self._walk: TableWalk | None = None
         self._num_requests = 0
         self._has_free = False
         self._position = 0
@@ -63,16 +67,22 @@ class DraftMasks:
         self._is_clear = True
 
     def start(
-        self, constraints: Sequence[Constraint | None], num_draft: int, lead: Lead | None = None
+        self,
+        constraints: Sequence[Constraint | None],
+        num_draft: int,
+        lead: Lead | None = None,
+        walk: TableWalk | None = None,
     ) -> None:
-        """Begin the drafts of a batch [B] in which at least one request is constrained.
+        """Begin the drafts of a batch [B] in which at least one request is constrained, or walks.
 
-        lead: drafts on the host, first and behind each token that the drafter drew.
+        lead: drafts on the host, first and behind each token that the drafter drew. walk: of the
+            requests whose rows come from tables, which have no constraint here.
         """
-        # Nobody asks what a free request drafts.
-        limits = [0 if constraint is None else num_draft for constraint in constraints]
-        self._lookahead = Lookahead.fork(constraints, self._rows, limits)
-        self._lead = lead
+        if any(constraints):
+            # Nobody asks what a free request drafts.
+            limits = [0 if constraint is None else num_draft for constraint in constraints]
+            self._lookahead = Lookahead.fork(constraints, self._rows, limits)
+        self._lead, self._walk = lead, walk
         self._num_requests = len(constraints)
         self._has_free = None in constraints
         self._position, self._is_ready, self._is_clear = 0, False, False
@@ -85,7 +95,7 @@ class DraftMasks:
         """
         if self._lookahead is None or self._has_free or any(self._lookahead.is_open):
             return None
-        return [max(0, token) for token in self._known()]
+        return [max(0, token) for token in self._known(self._lookahead)]
 
     @property
     def position(self) -> int:
@@ -95,11 +105,23 @@ class DraftMasks:
     def turn(self) -> None:
         """Make the masks of the next position, if they are not there.
 
-        Waits for the last token where the host does not know it.
+        Waits for the last token where the host needs it and does not know it.
         """
-        lookahead, count = self._lookahead, self._num_requests
-        if lookahead is None or self._is_ready:
+        lookahead, walk, count = self._lookahead, self._walk, self._num_requests
+        if self._is_ready or (lookahead is None and walk is None):
             return
+        if walk is not None and self._position > 0:
+            before = self._position - 1
+            walk.append(before, self._drafted(before, count).long().contiguous())
+        if lookahead is not None:
+            self._fill(lookahead)
+        if walk is not None:
+            walk.mask(self._position, self._words[:count], is_blank=lookahead is None)
+        self._is_ready = True
+
+    def _fill(self, lookahead: Lookahead) -> None:
+        """The masks that the host makes."""
+        count = self._num_requests
         if self._is_awaited:
             depth = self._position - 1
             lookahead.accept_ids(self._drafted(depth, count).tolist(), depth=depth)
@@ -110,17 +132,16 @@ class DraftMasks:
         self._is_awaited = any(is_open and length == self._position for is_open, length in pairs)
         mask = lookahead.next_mask()
         assert mask is not None  # some request is constrained
-        self._put(mask, self._known())
-        self._is_ready = True
+        self._put(lookahead, mask, self._known(lookahead))
 
     def see(self, logits: Tensor) -> Tensor:
         """The logits [>= B, V] of a position, masked; the rows of free requests are as they were.
 
         Reads what is on the device and nothing else, so that it may be captured in a CUDA graph.
         """
-        count = len(logits)
-        masked = apply_token_bitmask(logits, self._words[:count])
-        only = self._only[:count].unsqueeze(1)
+        rows = self._words[: len(logits)]
+        masked = apply_token_bitmask(logits, rows[:, : self._num_words])
+        only = rows[:, self._num_words : self._num_words + 1].long()
         column = only.clamp(min=0)
         value = torch.where(only < 0, masked.gather(1, column), 0.0)
         return masked.scatter_(1, column, value)
@@ -132,7 +153,7 @@ class DraftMasks:
 
     def finish(self) -> None:
         """The draft is there."""
-        self._lookahead = self._lead = None
+        self._lookahead = self._lead = self._walk = None
         self._is_awaited = False
 
     def clear(self) -> None:
@@ -140,16 +161,14 @@ class DraftMasks:
         self.finish()
         if not self._is_clear:
             self._words.fill_(-1)
-            self._only.fill_(-1)
             self._is_clear = True
 
-    def _known(self) -> list[int]:
+    def _known(self, lookahead: Lookahead) -> list[int]:
         """[B] the tokens of this position, -1 where the host knows none."""
-        assert self._lookahead is not None
         at = self._position
-        return [row[at] if len(row) > at else -1 for row in self._lookahead.drafted]
+        return [row[at] if len(row) > at else -1 for row in lookahead.drafted]
 
-    def _put(self, mask: Tensor, known: Sequence[int]) -> None:
+    def _put(self, lookahead: Lookahead, mask: Tensor, known: Sequence[int]) -> None:
         """mask: int32 [B, W] of the requests without a known token.
 
         What is asked of single rows is asked of them on the host: a few microseconds, where each
@@ -157,7 +176,7 @@ class DraftMasks:
         """
         count, only, words = len(known), [*known], mask
         lost = list[int]()
-        for request, row in self._starved(known):
+        for request, row in self._starved(lookahead, known):
             # If one token alone is legal, that is the draft; else the drafter draws what it likes,
             # which is refused, and the draft is over.
             legal = ids_of(row, self._vocab_size)
@@ -167,18 +186,20 @@ class DraftMasks:
                 lost.append(request)
         if lost:
             words = words.index_fill(0, to_device(lost, mask.device), -1)
+        rows = self._words[:count]
         if max(only) >= 0:
             given = to_device(only, mask.device)
             words = torch.where(given.unsqueeze(1) < 0, words, 0)
-            self._only[:count] = given
+            rows[:, self._num_words] = given
         else:
-            self._only[:count] = -1
-        self._words[:count] = words
+            rows[:, self._num_words] = -1
+        rows[:, : self._num_words] = words
 
-    def _starved(self, known: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    def _starved(
+        self, lookahead: Lookahead, known: Sequence[int]
+    ) -> Iterator[tuple[int, NDArray[np.int32]]]:
         """The requests of which the drafter knows no legal token, and their rows, int32 [W]."""
-        lookahead, own = self._lookahead, self._own
-        assert lookahead is not None
+        own = self.own
         if own is None:
             return
         for request, is_open in enumerate(lookahead.is_open):

@@ -1,0 +1,149 @@
+"""Requests whose texts walk along tables of their grammars where vLLM drafts.
+
+What a step commits moves a text on in its table on the device, and so does every token that is
+drafted: the masks of a draft are there before the host has seen a token, so that vLLM's scheduling
+stays ahead of the device. The host reads the same tokens when they have arrived, and looks only
+whether a text has left a table that holds a part of its grammar.
+
+A table that stands for another language would cost drafts and nothing else: what is written goes by
+the masks of vLLM's scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
+from guided_spec.masks.rows import DeviceTables, TableWalk
+from guided_spec.ops.bitmask import only_legal_token
+from guided_spec.ops.host import to_device
+from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.table_rows import CURSOR, follow
+
+TABLE_BYTES = 2**28  # of the device's memory, as of ``EngineConfig.device_table_bytes``
+TAIL = 4  # words behind a drafter's row: the token that it has to take, else -1; then nothing
+
+
+def drafter_rows(rows: Tensor, own: Tensor | None) -> Tensor:
+    """Mask rows int32 [R, W] as a drafter reads them: [R, W + TAIL].
+
+    own: int32 [W], the tokens that the drafter knows; None: all. Where it knows no legal one, the
+        row's only token stands behind it; if there are several, the row forbids nothing: what is
+        drafted is refused, and the draft is over.
+    """
+    only = torch.full_like(rows[:, :1], -1)
+    if own is not None:
+        is_lost = ((rows & own) == 0).all(1)
+        only[:, 0] = torch.where(is_lost, only_legal_token(rows), -1)
+        rows = rows.where((~is_lost).unsqueeze(1) | (only >= 0), -1)
+    rest = only.new_full((len(rows), TAIL - 1), -1)
+    return torch.cat([rows, only, rest], 1)
+
+
+@dataclass(slots=True)
+class _Walking:
+    """text: which of the cursors is its own. table: that the cursor points into. place: where the
+    tokens that the host has read lead, None in a table that nothing leaves."""
+
+    text: int
+    table: TokenTable
+    place: TablePlace | None
+
+
+class Walks:
+    """Those of the running requests whose grammars have tables, by vLLM's names.
+
+    requests: at most, that run at a time. num_draft: K. vocab_size: V, of the target. own: int32
+    [W], the tokens that the drafter knows; None: all. device: the drafter's.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        num_draft: int,
+        vocab_size: int,
+        own: NDArray[np.int32] | None,
+        device: torch.device,
+    ) -> None:
+        known = None if own is None else torch.from_numpy(own).to(device)
+        self._device = device
+        self._tables = DeviceTables(
+            device, num_mask_words(vocab_size), TABLE_BYTES, lambda rows: drafter_rows(rows, known)
+        )
+        # The last one is that of all who have no table.
+        self._cursors = torch.zeros(requests + 1, CURSOR, dtype=torch.int64, device=device)
+        self._draft = TableWalk.of(num_draft, requests, device)
+        self._free = list(range(requests))
+        self._walking: dict[str, _Walking] = {}
+        self._moved: dict[int, NDArray[np.int64]] = {}  # cursors that the device does not have yet
+        self._names: list[str] | None = None  # of the batch that ``_texts`` is of
+        self._texts = torch.empty(0, dtype=torch.int64, device=device)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._walking
+
+    def begin(self, name: str, table: TokenTable, token_ids: Sequence[int]) -> bool:
+        """A request walks from here on, behind its committed tokens; whether it can."""
+        states = table.states(0, token_ids)
+        if len(states) < len(token_ids) or not self._free:
+            return False
+        state = states[-1] if states else 0
+        in_use = {one.table for one in self._walking.values()}
+        cursor = self._tables.cursor(table, state, in_use)
+        if cursor is None:
+            return False
+        text = self._free.pop()
+        place = None if table.is_whole else TablePlace(table, state)
+        self._walking[name] = _Walking(text, table, place)
+        self._moved[text] = cursor
+        self._names = None
+        return True
+
+    def forget(self, name: str) -> None:
+        """A request has ended, or goes on without a table; any other name changes nothing."""
+        walking = self._walking.pop(name, None)
+        if walking is not None:
+            self._free.append(walking.text)
+            self._moved[walking.text] = np.zeros(CURSOR, dtype=np.int64)
+            self._names = None
+
+    def read(self, name: str, token_ids: Sequence[int]) -> None:
+        """The host has read what a request committed; one that has left its table is forgotten."""
+        walking = self._walking.get(name)
+        place = None if walking is None else walking.place
+        if place is not None and not place.advance(token_ids):
+            self.forget(name)
+
+    def commit(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
+        """What a step sampled, as of ``GrammarRequests.note``; in all steps."""
+        if self._walking:
+            follow(token_ids, num_tokens, self._texts_of(names), self._cursors)
+
+    def start(self, names: Sequence[str]) -> TableWalk | None:
+        """The walk of a batch's drafts, from where its texts stand; None where none has a table.
+
+        It is in use until the next one is started.
+        """
+        if not any(name in self._walking for name in names):
+            return None
+        self._draft.begin(self._cursors.index_select(0, self._texts_of(names)))
+        return self._draft
+
+    def _texts_of(self, names: Sequence[str]) -> Tensor:
+        """int64 [B]: the cursors of a batch, which are on the device then."""
+        if self._moved:
+            moved, self._moved = self._moved, {}
+            rows = to_device(np.stack([*moved.values()]), self._device)
+            self._cursors.index_copy_(0, to_device([*moved], self._device), rows)
+        if self._names != names:
+            none = len(self._cursors) - 1
+            found = (self._walking.get(name) for name in names)
+            texts = [none if one is None else one.text for one in found]
+            self._texts, self._names = to_device(texts, self._device), [*names]
+        return self._texts
