@@ -33,7 +33,6 @@ from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
 
-FREE_EVERY = 3  # of the requests one is free text
 FREE_TOKENS = 64
 NUM_DRAFT = 5
 TAIL = 800
@@ -87,12 +86,12 @@ class Soak(NamedTuple):
 
 
 def make_requests(
-    encode: Callable[[str], list[int]], count: int, max_tokens: int
+    encode: Callable[[str], list[int]], count: int, max_tokens: int, free_every: int = 3
 ) -> list[dict[str, Any]]:
-    """Held-out documents, every third one's prompt with free text behind it."""
+    """Held-out documents; of so many, one prompt has free text behind it. 0: none has."""
     found = []
     for at, item in enumerate(json_documents(count)):
-        is_free = at % FREE_EVERY == FREE_EVERY - 1
+        is_free = free_every > 0 and at % free_every == free_every - 1
         assert item.grammar is not None
         schema = None if is_free else json.loads(item.grammar.source)
         tokens = FREE_TOKENS if is_free else max_tokens
@@ -252,6 +251,7 @@ def main(  # noqa: PLR0913 - the options of a command
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
     settle: Annotated[float, typer.Option(help="Seconds behind a warm-up, for tables.")] = 0.0,
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
+    free_every: Annotated[int, typer.Option(help="One of so many is free text; 0: none.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
     memory_share: Annotated[float, typer.Option(help="Of the device, for vLLM.")] = 0.75,
     limit: Annotated[float, typer.Option(help="Seconds for each way.")] = 300.0,
@@ -266,14 +266,15 @@ def main(  # noqa: PLR0913 - the options of a command
     front = [one for one in (packages or own).split(os.pathsep) if one]
     children = [Child(where, front, logs, one) for one in devices.split() or [""]]
     sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
-    engine: dict[str, Any] = {"tensor_parallel_size": tensor_parallel}
-    own_plan = {"repeats": repeats, "settle": settle, "soak": soak, "engine": engine}
+    own_plan: dict[str, Any] = {"repeats": repeats, "settle": settle, "soak": soak}
+    own_plan["engine"] = {"tensor_parallel_size": tensor_parallel}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
     ):
         subject = load_outline(*paths)
-        requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
+        count = max(12, 3 * max(sizes))
+        requests = make_requests(_encoder(subject), count, max_tokens, free_every)
         plan = _plan(subject, sizes, memory_share) | own_plan
         plan |= {"requests": requests, "temperatures": heats}
         _run_all(plan, chosen, children, output)
