@@ -263,20 +263,17 @@ def main(  # noqa: PLR0913 - the options of a command
     where = _require_vllm(VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit))
     # This interpreter's own packages come before the site's: xgrammar among them.
     own = sysconfig.get_path("purelib") if vllm_python is None else ""
-    front = [one for one in (packages or own).split(os.pathsep) if one]
-    children = [Child(where, front, logs, one) for one in devices.split() or [""]]
+    children = _children(where, packages or own, logs, devices)
     sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
     own_plan: dict[str, Any] = {"repeats": repeats, "settle": settle, "soak": soak}
-    own_plan["engine"] = {"tensor_parallel_size": tensor_parallel}
+    own_plan |= {"temperatures": heats, "engine": {"tensor_parallel_size": tensor_parallel}}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
     ):
         subject = load_outline(*paths)
-        count = max(12, 3 * max(sizes))
-        requests = make_requests(_encoder(subject), count, max_tokens, free_every)
-        plan = _plan(subject, sizes, memory_share) | own_plan
-        plan |= {"requests": requests, "temperatures": heats}
+        requests = make_requests(_encoder(subject), _count(sizes), max_tokens, free_every)
+        plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
         _run_all(plan, chosen, children, output)
 
 
@@ -304,6 +301,16 @@ def _run_all(
                 stdout().print(problem, markup=False)
             ended = {way.name: results[way.name] for way in ways if way.name in results}
             _report(ended, plan["requests"], output)
+
+
+def _children(where: VllmEnvironment, packages: str, logs: Path, devices: str) -> list[Child]:
+    front = [one for one in packages.split(os.pathsep) if one]
+    return [Child(where, front, logs, one) for one in devices.split() or [""]]
+
+
+def _count(batches: Sequence[int]) -> int:
+    """Requests: several turns of the largest batch."""
+    return max(12, 3 * max(batches))
 
 
 def _numbers(kind: Callable[[str], Any], written: str) -> list[Any]:
