@@ -1,9 +1,9 @@
-"""The engine's settings, validated once."""
+"""The engine's settings, validated once, and what makes a setting an option of a command."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier, require_int
@@ -17,6 +17,11 @@ GrammarTables = Literal["auto", "always", "off"]
 
 LARGEST_DRAFT = 64
 LARGEST_TREE = 63  # tokens behind a text, all of which an int64 tells apart
+
+
+def option(help_text: str, *, default: Any) -> Any:
+    """A dataclass field with the text that ``guided-spec COMMAND --help`` shows for it."""
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -12,6 +12,7 @@ import typer
 from guided_spec.cli.console import Verbose, working
 from guided_spec.cli.options import ModelOptions, Proposer, with_options
 from guided_spec.errors import ConfigError
+from guided_spec.server.limits import ServerLimits
 
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.server.service import ServerSettings
@@ -35,23 +36,6 @@ Key = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LimitOptions:
-    """What bounds a client of this package's own server, see ``ServerSettings``."""
-
-    tool_format: Annotated[str | None, typer.Option(help="If the template tells none.")] = None
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait for a slot.")] = 64
-    max_samples: Annotated[int, typer.Option(help="Texts of one request.")] = 16
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 4 * 2**20
-    body_seconds: Annotated[float, typer.Option(help="In which a body must have come.")] = 30.0
-    max_schema_bytes: Annotated[int, typer.Option(help="Of a schema or grammar.")] = 256 * 2**10
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt.")] = None
-    max_output_tokens: Annotated[int | None, typer.Option(help="Of one text.")] = None
-    max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000
-    drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0
-    playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True
-
-
 @with_options
 def serve(
     load: ModelOptions,
@@ -65,7 +49,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Name = None,
     api_key: Key = None,
-    limits: LimitOptions,
+    limits: ServerLimits,
     engine: Annotated[str, typer.Option(help="guided_spec; vllm is vLLM's own server.")] = OWN,
     engine_options: Annotated[str | None, typer.Option(help="JSON: further ones of vLLM.")] = None,
     _verbose: Verbose = False,
@@ -91,7 +75,7 @@ class Site(NamedTuple):
     port: int
     names: tuple[str, ...]
     keys: tuple[str, ...]
-    limits: LimitOptions
+    limits: ServerLimits
 
 
 def _serve_own(

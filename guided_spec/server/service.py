@@ -18,14 +18,15 @@ from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.server.faults import ApiError, api_error, invalid_value
+from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
-    """The server's settings, apart from the engine's.
+class ServerSettings(ServerLimits):
+    """The server's settings, apart from the engine's; their defaults are those of its limits.
 
     model_names: what requests may call the model; the first is the one that answers show.
     api_keys: a request must bring one of them; with none, every request is served.
@@ -44,17 +45,6 @@ class ServerSettings:
 
     model_names: tuple[str, ...] = ("bundled",)
     api_keys: tuple[str, ...] = ()
-    max_queue: int = 64
-    max_samples: int = 16
-    max_body_bytes: int = 4 * 2**20
-    body_seconds: float = 30.0
-    max_schema_bytes: int = 256 * 2**10
-    max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    tool_format: str | None = None
-    max_connections: int = 1000
-    drain_seconds: float = 60.0
-    playground: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from guided_spec.config import option
 from guided_spec.errors import ConfigError
-from guided_spec.training.algorithms.options import option
 from guided_spec.types import require_int
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

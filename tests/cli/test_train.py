@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
+from guided_spec.config import option
 from guided_spec.errors import ConfigError
-from guided_spec.training.algorithms.options import option
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm
 from guided_spec.training.run import TrainingReport

@@ -1,23 +1,20 @@
-"""Options of the algorithms: what they share, how one is declared, and those of each.
+"""Options of the algorithms: what they share, and those of each.
 
 They stand apart from the algorithms, which load torch: a command's help reads them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from guided_spec.config import option
 
 LOSS_HELP = (
     "What is minimised: kl, reverse_kl, total_variation, cross_entropy (with the likeliest "
     "token of the target), token_cross_entropy (with the document's token), or a mixture such as "
     "kl=0.9,total_variation=0.1."
 )
-
-
-def option(help_text: str, *, default: Any) -> Any:
-    """A dataclass field with the text that ``guided-spec train --help`` shows for it."""
-    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)
