@@ -21,8 +21,8 @@ from torch.nn.functional import silu
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import (
     HeadNorms,
-    HeadShape,
     KeyValues,
+    QkvShape,
     Rotation,
     SlotPlaces,
     store_keys_values,
@@ -87,7 +87,7 @@ def _serves(states: Tensor) -> bool:
 def rotate_and_store(
     packed: Tensor,
     rotation: Rotation,
-    shape: HeadShape,
+    shape: QkvShape,
     norms: HeadNorms | None,
     buffers: KeyValues,
     places: SlotPlaces,
@@ -121,7 +121,7 @@ def rotate_and_store(
     return query
 
 
-def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorms | None) -> Tensor:
+def _rotate(heads: Tensor, rotation: Rotation, shape: QkvShape, norms: HeadNorms | None) -> Tensor:
     """[N, Hq + Hkv, D] rotated by [N, R], float32."""
     values = heads.float()
     if norms is not None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
+from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
 
 BLOCK = 1024  # products a program of silu_mul
 
@@ -129,7 +129,7 @@ HEADS = 4  # of one token in a program
 def rotate_and_store(
     packed: Tensor,
     rotation: Rotation,
-    shape: HeadShape,
+    shape: QkvShape,
     norms: HeadNorms | None,
     buffers: KeyValues,
     places: SlotPlaces,

@@ -164,7 +164,7 @@ class SeenRow(NamedTuple):
     first: int | None
 
 
-class HeadShape(NamedTuple):
+class QkvShape(NamedTuple):
     """How the heads lie in a packed projection: queries, then keys, then values.
 
     queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.

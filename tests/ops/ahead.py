@@ -34,7 +34,7 @@ from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
+from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
 from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.trees.kept_branch_triton import keep_branch
 from guided_spec.types import Draft, SamplingParams
@@ -136,7 +136,7 @@ def fold(count: int, shape: DeltaShape) -> None:
     gated_delta(torch.empty(count, kept + gate, dtype=torch.bfloat16), layer, states, places)
 
 
-def turn(shape: HeadShape, part: int) -> None:
+def turn(shape: QkvShape, part: int) -> None:
     """Likewise, of three tokens; of each head one part of so many is turned."""
     packed = torch.empty(3, shape.width, dtype=torch.bfloat16)
     rotation = Rotation(*torch.empty(2, 256, shape.size // part, dtype=torch.bfloat16))
@@ -222,8 +222,8 @@ def main() -> None:
             share_an_expert(count, 512, (10, 2048, 512))
         for count in (1, 6, 64, 100):
             fold(count, DeltaShape(16, 32, 128, 128, 4))
-        turn(HeadShape(32, 8, 128), 1)
-        turn(HeadShape(16, 4, 256, has_gates=True), 4)
+        turn(QkvShape(32, 8, 128), 1)
+        turn(QkvShape(16, 4, 256, has_gates=True), 4)
         for count in (1, 3, 64, 256):
             follow_tables(count)
         for is_tree in (False, True):

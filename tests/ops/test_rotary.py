@@ -12,13 +12,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
 from guided_spec.ops.pointwise import rotate_and_store
-from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
+from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import NUM_SLOTS, Span, Unused, kept_positions, make_tables, places_of
 
 SHAPES = [
-    *(HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)),
-    HeadShape(4, 2, 16, has_gates=True),
+    *(QkvShape(4, 2, 16), QkvShape(1, 1, 8), QkvShape(6, 3, 24), QkvShape(5, 1, 6)),
+    QkvShape(4, 2, 16, has_gates=True),
 ]
 PARTS = (1, 4)  # of a head, one is turned
 LENGTH = 9
@@ -63,7 +63,7 @@ class Given(NamedTuple):
 
 
 def make(
-    shape: HeadShape,
+    shape: QkvShape,
     spans: list[Span] = SPANS,
     block: int = 4,
     *,
@@ -80,7 +80,7 @@ def make(
     return Given(packed, Rotation(cos, sin), places)
 
 
-def empty(shape: HeadShape, places: SlotPlaces, block: int = 4) -> KeyValues:
+def empty(shape: QkvShape, places: SlotPlaces, block: int = 4) -> KeyValues:
     size = (int(places.tables.max()) + 1, shape.keys, block, shape.size)
     return KeyValues(torch.zeros(size), torch.zeros(size))
 
@@ -90,7 +90,7 @@ def empty(shape: HeadShape, places: SlotPlaces, block: int = 4) -> KeyValues:
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_it_is_what_transformers_computes(
-    shape: HeadShape, *, has_norms: bool, is_tree: bool, part: int
+    shape: QkvShape, *, has_norms: bool, is_tree: bool, part: int
 ) -> None:
     packed, rotation, places = make(shape, is_tree=is_tree, part=part)
     heads = packed.clone().view(1, len(packed), -1, shape.size)

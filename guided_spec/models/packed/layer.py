@@ -50,8 +50,8 @@ from guided_spec.ops.linear.fp8_linear import Fp8Weight
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 from guided_spec.ops.slot_attention import (
     HeadNorms,
-    HeadShape,
     KeyValues,
+    QkvShape,
     Rotation,
     SlotPlaces,
     slot_attention,
@@ -93,7 +93,7 @@ class PackedLayer:
             linear.out_features // size for linear in (attention.q_proj, attention.k_proj)
         )
         has_gates = queries * size == 2 * attention.o_proj.in_features
-        self.shape = HeadShape(queries // 2 if has_gates else queries, keys, size, has_gates)
+        self.shape = QkvShape(queries // 2 if has_gates else queries, keys, size, has_gates)
         self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
         self._output = attention.o_proj
         self._scale: float = attention.scaling
