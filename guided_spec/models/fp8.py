@@ -10,7 +10,7 @@ activations keep their precision.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ class Fp8Linear(nn.Module):
 
         Raises ConfigError for as many as are none of these.
         """
-        found = _weight(self.weight.data, scales, block)
+        found = fp8_weight(self.weight.data, scales, block)
         self.block = found.block
         self.register_buffer("scales", found.scales, persistent=False)
         self.register_buffer("arrived", found.arrived, persistent=False)
@@ -158,7 +158,7 @@ class Fp8Experts(nn.Module):
         found = []
         for expert, scales in enumerate(parts):
             halves = whole[expert].chunk(len(scales))
-            weights = [_weight(*one, block) for one in zip(halves, scales, strict=True)]
+            weights = [fp8_weight(*one, block) for one in zip(halves, scales, strict=True)]
             found.append(Fp8Weight.joined(weights, whole[expert]))
         self._blocks[name] = found[0].block
         stacked = torch.stack([one.scales for one in found])
@@ -227,8 +227,14 @@ def _whole(projection: Projection, dtype: torch.dtype) -> Tensor:
     return whole_matrix(flat, dtype).view(weight.shape)
 
 
-def _weight(values: Tensor, scales: Tensor, block: Block | None) -> Fp8Weight:
-    """scales: one, one for each output, or for each block. Raises ConfigError for others."""
+def fp8_weight(values: Tensor, scales: Tensor, block: Block | None) -> Fp8Weight:
+    """A weight as checkpoints have it; its scales are then float32, on its device.
+
+    values: float8_e4m3fn [O, I]. scales: one, one for each output, or for each block. block: of a
+    ``Fp8Recipe``.
+
+    Raises ConfigError for other values and scales.
+    """
     if block is None:
         block = (len(values) if scales.numel() == 1 else 1, values.shape[1])
         if tuple(scales.shape) == scales_shape(values.shape, DEFAULT_BLOCK):
@@ -248,7 +254,7 @@ def load_fp8(
     Raises ModelError for a weight without a scale, or another number of scales than it has blocks.
     """
     checkpoint = Checkpoint.open(path, revision=arguments.get("revision"))
-    scales = _scale_names(checkpoint)
+    scales = scale_names(checkpoint.names, checkpoint.fp8_names(), checkpoint.source)
     stored = config.quantization_config
     config.quantization_config = {"quant_method": METHOD, "linears": sorted(scales)}
     try:
@@ -285,20 +291,25 @@ def _names_of_experts(name: str, experts: Any, parts: Sequence[str]) -> list[lis
     return [[f"{name}.{at}.{part}" for part in parts] for at in range(len(experts.down_proj))]
 
 
-def _scale_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of each module with weights in fp8, the name of its scales."""
+def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) -> dict[str, str]:
+    """Of each module with weights in fp8, the name of its scales.
+
+    names: of all tensors of a checkpoint. in_fp8: of those in fp8. source: to name in the error.
+
+    Raises ModelError for weights without scales, and the reverse.
+    """
     scales = {
         name.removesuffix(f".{suffix}"): name
         for suffix in SCALES
-        for name in checkpoint.names
+        for name in names
         if name.endswith(f".{suffix}")
     }
-    quantized = {name.removesuffix(".weight") for name in checkpoint.fp8_names()}
-    unpaired = sorted(quantized ^ set(scales))
+    unpaired = sorted({f"{module}.weight" for module in scales} ^ set(in_fp8))
     if unpaired:
         pair = f"weights in float8_e4m3fn beside {' or '.join(SCALES)}"
-        problem = f"expected {pair}, found one without the other at {unpaired[0]!r}"
-        raise ModelError(f"checkpoint={checkpoint.source!r}: {problem}; the checkpoint is broken")
+        at = unpaired[0].removesuffix(".weight")
+        problem = f"expected {pair}, found one without the other at {at!r}"
+        raise ModelError(f"checkpoint={source!r}: {problem}; the checkpoint is broken")
     return scales
 
 

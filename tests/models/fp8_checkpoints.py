@@ -106,13 +106,13 @@ def write_fp8(
     for name, module in whole.named_modules():
         if type(module) is not nn.Linear or name == "lm_head" or (spare and name.endswith(spare)):
             continue
-        module.weight.copy_(_put(stored, name, form))
+        module.weight.copy_(put_fp8(stored, name, form))
     for name in [name for name in stored if with_experts and EXPERT.search(name)]:
         experts, number, part = EXPERT.split(name)[:3]
         module = whole.get_submodule(f"{experts}.mlp.experts")
         target = module.down_proj if part == "down" else module.gate_up_proj
         halves = target[int(number)].chunk(1 if part == "down" else 2)
-        halves[part == "up"].copy_(_put(stored, name.removesuffix(".weight"), form))
+        halves[part == "up"].copy_(put_fp8(stored, name.removesuffix(".weight"), form))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = form.config
@@ -121,7 +121,7 @@ def write_fp8(
     return whole
 
 
-def _put(stored: dict[str, Tensor], name: str, form: Form) -> Tensor:
+def put_fp8(stored: dict[str, Tensor], name: str, form: Form) -> Tensor:
     """Store a weight in fp8 instead; returns what it then is."""
     weight = stored[f"{name}.weight"]
     block = form.block(weight.shape)

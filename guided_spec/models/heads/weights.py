@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, multiply_out
+from guided_spec.models.fp8 import IGNORED, Fp8Recipe, fp8_weight, scale_names
+from guided_spec.ops.linear.fp8_linear import FP8, multiply_out
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 FUSED = re.compile(r"(.+\.experts)\.gate_up_proj")
@@ -88,7 +89,6 @@ def _expert_numbers(prefix: str, experts: Experts) -> range:
 Head = TypeVar("Head", bound=nn.Module)
 
 MOST_LINES = 40
-SCALE = "_scale_inv"
 QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
@@ -111,12 +111,13 @@ def read_tensors(
     names: what the head calls each tensor of the checkpoint that is to be read, scales of fp8
         weights among them. dtype: of what was quantized; the rest keeps its own.
 
-    Raises ModelError as ``check_quantization``, ``Checkpoint.read``, ``dequantize`` and
-    ``fuse_experts`` do.
+    Raises ModelError as ``recipe_of``, ``Checkpoint.read``, ``dequantize`` and ``fuse_experts`` do.
     """
-    check_quantization(checkpoint.config, checkpoint.source)
-    plain = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=dtype)
-    return fuse_experts({names[name]: tensor for name, tensor in plain.items()})
+    recipe = recipe_of(checkpoint.config, checkpoint.source)
+    tensors = checkpoint.read([*names])
+    if recipe is not None:
+        tensors = dequantize(tensors, recipe, checkpoint.source, dtype)
+    return fuse_experts({names[name]: tensor for name, tensor in tensors.items()})
 
 
 def fill_head(
@@ -205,55 +206,42 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
         )
 
 
-def check_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Refuse quantized weights that ``dequantize`` cannot read.
+def recipe_of(config: Mapping[str, Any], source: str) -> Fp8Recipe | None:
+    """How weights are in fp8; None for plain ones.
 
-    config: the checkpoint's config.json. Raises ModelError for all but fp8 in blocks.
+    config: the checkpoint's config.json. Raises ModelError for weights of other kinds.
     """
     for key in QUANTIZATIONS:
         found = config.get(key)
-        if found and not _is_blockwise_fp8(found):
+        if not found:
+            continue
+        recipe = Fp8Recipe.of(found) if isinstance(found, Mapping) else None
+        if recipe is None:
             method = found.get("quant_method") if isinstance(found, Mapping) else found
             raise ModelError(
-                f"checkpoint={source!r}: {key}: expected plain weights or fp8 with a "
-                f"weight_block_size, found quant_method={method!r}; pass a head that is not "
-                "quantized this way"
+                f"checkpoint={source!r}: {key}: expected plain weights or fp8, found "
+                f"quant_method={method!r}; pass a head that is not quantized this way"
             )
+        return recipe
+    return None
 
 
 def dequantize(
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype = torch.float32,
+    tensors: Mapping[str, Tensor], recipe: Fp8Recipe, source: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors, weights in fp8 multiplied out into ``dtype`` and their scales left out.
+    """The tensors, weights in fp8 multiplied out into ``dtype`` and all scales left out.
 
-    The format is that of DeepSeek-V3 and R1: ``*.weight`` float8_e4m3fn [out, in] beside
-    ``*.weight_scale_inv`` float32 [ceil(out / bo), ceil(in / bi)], one factor for each block of
-    ``weight_block_size`` = (bo, bi). Nothing else is changed. Raises ModelError for a weight
-    without a scale of that shape, and a scale without a weight.
+    Nothing else is changed. source: what to name in the error. Raises ModelError for a weight
+    without scales of a fitting shape, and scales without a weight.
     """
-    quantization: Any = config.get("quantization_config")
-    if not _is_blockwise_fp8(quantization):
-        return dict(tensors)
-    rows, columns = quantization["weight_block_size"]
-    scales = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
-    quantized = {name for name, t in tensors.items() if t.dtype == FP8}
-    unpaired = sorted(scales ^ quantized)
-    if unpaired:
-        pair = "float8_e4m3fn weights and their _scale_inv"
-        raise ModelError(f"fp8 weights: expected pairs of {pair}, found one of {unpaired[0]!r}")
-    plain = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
-    for name in quantized:
+    in_fp8 = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+    plain = {name: tensor for name, tensor in tensors.items() if not re.search(IGNORED, name)}
+    for module, scales in scale_names(tensors, in_fp8, source).items():
+        name = f"{module}.weight"
         try:
-            weight = Fp8Weight.of(plain[name], tensors[name + SCALE].float(), (rows, columns))
+            weight = fp8_weight(plain[name], tensors[scales], recipe.block)
         except ConfigError as error:
-            raise ModelError(f"{name}{SCALE}: {error}; the checkpoint is broken") from error
+            problem = f"{module}: {error}; the checkpoint is broken"
+            raise ModelError(f"checkpoint={source!r}: {problem}") from error
         plain[name] = multiply_out(weight, dtype)
     return plain
-
-
-def _is_blockwise_fp8(quantization: Any) -> bool:
-    is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
-    return is_fp8 and bool(quantization.get("weight_block_size"))

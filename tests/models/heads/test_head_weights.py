@@ -1,4 +1,4 @@
-"""Tensors go into modules of other dtypes whole or not at all; fp8 blocks are multiplied out."""
+"""Tensors go into modules of other dtypes whole or not at all; fp8 is multiplied out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guided_spec.errors import ModelError
+from guided_spec.models.fp8 import Fp8Recipe
 from guided_spec.models.heads.weights import (
-    check_quantization,
     dequantize,
     fill_head,
     load_tensors,
     match_biases,
+    recipe_of,
 )
+from tests.models.fp8_checkpoints import FORMS, put_fp8
 from tests.models.tiny import build
 
-FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}}
+BLOCKS = Fp8Recipe((4, 3))
 
 
 def layers() -> nn.Module:
@@ -120,7 +122,7 @@ def test_fp8_blocks(rows: int, columns: int, seed: int) -> None:
     scale = torch.rand(-(-rows // 4), -(-columns // 3), generator=random)
     norm = torch.ones(2, dtype=torch.bfloat16)
     stored = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": norm}
-    plain = dequantize(stored, FP8)
+    plain = dequantize(stored, BLOCKS, "x", torch.float32)
     assert plain.keys() == {"a.weight", "norm.weight"}
     assert plain["norm.weight"] is norm
     for row in range(rows):
@@ -130,27 +132,33 @@ def test_fp8_blocks(rows: int, columns: int, seed: int) -> None:
     assert stored.keys() == {"a.weight", "a.weight_scale_inv", "norm.weight"}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_fp8_that_models_have(form: str) -> None:
+    stored = {"a.weight": torch.randn(150, 200)}
+    expected = put_fp8(stored, "a", FORMS[form])
+    recipe = recipe_of({"quantization_config": FORMS[form].config}, "x")
+    assert recipe is not None
+    plain = dequantize(stored, recipe, "x", torch.float32)
+    assert plain.keys() == {"a.weight"}
+    torch.testing.assert_close(plain["a.weight"], expected)
+
+
 def test_fp8_to_another_dtype() -> None:
     stored = {
         "a.weight": torch.ones(4, 3).to(torch.float8_e4m3fn),
         "a.weight_scale_inv": torch.full((1, 1), 0.3),
     }
-    plain = dequantize(stored, FP8, dtype=torch.bfloat16)["a.weight"]
+    plain = dequantize(stored, BLOCKS, "x", torch.bfloat16)["a.weight"]
     assert torch.equal(plain, torch.full((4, 3), 0.3).bfloat16())
-
-
-def test_plain_weights_are_left_alone() -> None:
-    tensors = {"a.weight": torch.ones(2, 2), "b_scale_inv": torch.ones(1)}
-    assert dequantize(tensors, {}) == tensors
 
 
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"a.weight": (4, 3)}, "found one of 'a.weight'"),
-        ({"a.weight_scale_inv": (1, 1)}, "found one of 'a.weight'"),
+        ({"a.weight": (4, 3)}, "checkpoint='x': .* one without the other at 'a';"),
+        ({"a.weight_scale_inv": (1, 1)}, "one without the other at 'a'"),
         ({"a.weight": (5, 3), "a.weight_scale_inv": (1, 1)}, r"must be \(2, 1\) for blocks"),
-        ({"a.weight": (4,), "a.weight_scale_inv": (1,)}, "a.weight_scale_inv: values"),
+        ({"a.weight": (4,), "a.weight_scale_inv": (1,)}, "checkpoint='x': a: values"),
     ],
 )
 def test_broken_fp8(stored: dict[str, tuple[int, ...]], message: str) -> None:
@@ -161,18 +169,17 @@ def test_broken_fp8(stored: dict[str, tuple[int, ...]], message: str) -> None:
         for name, shape in stored.items()
     }
     with pytest.raises(ModelError, match=message):
-        dequantize(tensors, FP8)
+        dequantize(tensors, BLOCKS, "x", torch.float32)
 
 
-@pytest.mark.parametrize("config", [{}, FP8, {"quantization_config": None}])
-def test_readable(config: dict[str, Any]) -> None:
-    check_quantization(config, "x")
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}])
+def test_plain(config: dict[str, Any]) -> None:
+    assert recipe_of(config, "x") is None
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"quantization_config": {"quant_method": "fp8"}},
         {"quantization_config": {"quant_method": "awq", "bits": 4}},
         {"compression_config": {"quant_method": "compressed-tensors"}},
         {"quantization_config": "odd"},
@@ -180,4 +187,4 @@ def test_readable(config: dict[str, Any]) -> None:
 )
 def test_unreadable(config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"checkpoint='x': (quantiz|compress)\w+: expected plain"):
-        check_quantization(config, "x")
+        recipe_of(config, "x")
