@@ -245,8 +245,8 @@ class ChatRequest(NamedTuple):
 
     def read_sample(self, completion: Completion, sample_index: int) -> ChatCompletion:
         """The answer of one sample, whether it has failed or not."""
-        visible = len(completion.text) if self.params.stop else None  # without the stop string
-        marked = self.reader.marks.read(completion.token_ids, visible)
+        marked = self.reader.marks.read(completion.token_ids)
+        marked = self.before_stop(marked, len(completion.text))
         text, calls, reasoning = self.reader.read(marked)
         calls = tuple(
             call._replace(id=call.id or self.call_id(sample_index, at, call.name))
@@ -257,6 +257,13 @@ class ChatRequest(NamedTuple):
             reason = "tool_calls"
         message = self._message(text, calls, reasoning)
         return ChatCompletion(text, reasoning, calls, reason, message, completion)
+
+    def before_stop(self, marked: str, visible: int) -> str:
+        """A text that the marks have read, of which ``visible`` characters are shown.
+
+        What a token holds from the beginning of a stop string on is no part of the answer.
+        """
+        return self.reader.marks.cut(marked, visible) if self.params.stop else marked
 
     def call_id(self, sample_index: int, index: int, name: str) -> str:
         """The id of a call for which the model writes none: known as soon as the call begins."""
@@ -499,7 +506,6 @@ class ChatStream:
         self._sent_reasoning = 0
         self._shown = self._shown_reasoning = ""
         self._sent_arguments: list[int] = []  # of each call that has begun
-        self._token_ids: list[int] = []
         self._visible = 0
 
     def feed(self, chunk: Chunk) -> ChatChunk:
@@ -517,13 +523,9 @@ class ChatStream:
 
     def _read(self, chunk: Chunk) -> str:
         """All of the text so far that nothing can change any more."""
-        if not self._request.params.stop:
-            self._written += self._tokens.feed(chunk.token_ids)
-            return self._written
-        # What a token holds behind the beginning of a stop string may not be shown.
-        self._token_ids.extend(chunk.token_ids)
+        self._written += self._tokens.feed(chunk.token_ids)
         self._visible += len(chunk.text)
-        return self._request.reader.marks.read(self._token_ids, self._visible)
+        return self._request.before_stop(self._written, self._visible)
 
     def _show(self, text: str) -> str:
         return self._request.reader.marks.show(text)

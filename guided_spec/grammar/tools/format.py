@@ -177,13 +177,9 @@ class MarkedText:
             return literal
         return self._names.sub(lambda found: self._marks.get(found[0], found[0]), literal)
 
-    def read(self, token_ids: Sequence[int], visible: int | None = None) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD.
-
-        visible: characters to read at most, of those that ``Vocabulary.decode`` shows.
-        """
-        text = self.reader().feed(token_ids, is_last=True)
-        return text if visible is None else self._cut(text, visible)
+    def read(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self.reader().feed(token_ids, is_last=True)
 
     def reader(self) -> MarkedReader:
         """Reads one text as its tokens come."""
@@ -193,10 +189,8 @@ class MarkedText:
         """A text that was read, with the tokens' names."""
         return "".join(self._shown.get(character, character) for character in text)
 
-    def _find(self, literal: str) -> list[str]:
-        return [] if self._names is None else self._names.findall(literal)
-
-    def _cut(self, text: str, visible: int) -> str:
+    def cut(self, text: str, visible: int) -> str:
+        """As much of a text that was read as is ``visible`` characters of ``Vocabulary.decode``."""
         for at, character in enumerate(text):
             name = self._shown.get(character)
             width = 1
@@ -206,6 +200,9 @@ class MarkedText:
                 return text[:at]
             visible -= width
         return text
+
+    def _find(self, literal: str) -> list[str]:
+        return [] if self._names is None else self._names.findall(literal)
 
 
 class MarkedReader:
