@@ -245,7 +245,7 @@ class ChatRequest(NamedTuple):
 
     def read_sample(self, completion: Completion, sample_index: int) -> ChatCompletion:
         """The answer of one sample, whether it has failed or not."""
-        marked = self.reader.marks.read(completion.token_ids)
+        marked = self.reader.marks.read(completion.token_ids, self.params.stop_token_ids)
         marked = self.before_stop(marked, len(completion.text))
         text, calls, reasoning = self.reader.read(marked)
         calls = tuple(
@@ -500,7 +500,7 @@ class ChatStream:
     def __init__(self, request: ChatRequest, sample_index: int) -> None:
         self._request = request
         self._sample_index = sample_index
-        self._tokens = request.reader.marks.reader()
+        self._tokens = request.reader.marks.reader(request.params.stop_token_ids)
         self._written = ""  # as the marks have read it
         self._sent_text = 0
         self._sent_reasoning = 0

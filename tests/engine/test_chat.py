@@ -203,6 +203,17 @@ def test_stop_strings_are_no_part_of_it(llm: LLM) -> None:
     assert output.text == free.partition(stop)[0]
 
 
+def test_tokens_that_end_the_text_are_no_part_of_it(llm: LLM) -> None:
+    free = llm.chat(ASK, **options(PLAIN)).completion
+    token = next(one for one in free.token_ids[8:] if len(llm.vocabulary.text_bytes[one]) > 1)
+    params = SamplingParams(max_tokens=180, temperature=1.0, seed=3, stop_token_ids=(token,))
+    output = llm.chat(ASK, **options(PLAIN, params=params))
+    assert output.completion.token_ids[-1] == token
+    assert output.text == output.completion.text
+    pieces = llm.stream_chat(ASK, **options(PLAIN, params=params))
+    assert "".join(piece.text for piece in pieces) == output.text
+
+
 def test_achat(llm: LLM) -> None:
     chosen = options(TEMPLATES["mistral"], tool_choice="light")
     output = asyncio.run(llm.achat(ASK, TOOLS, **chosen))

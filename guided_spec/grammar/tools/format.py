@@ -6,7 +6,7 @@ import codecs
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
@@ -177,13 +177,13 @@ class MarkedText:
             return literal
         return self._names.sub(lambda found: self._marks.get(found[0], found[0]), literal)
 
-    def read(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self.reader().feed(token_ids, is_last=True)
+    def read(self, token_ids: Sequence[int], ends: Collection[int] = ()) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD. ends: see ``reader``."""
+        return self.reader(ends).feed(token_ids, is_last=True)
 
-    def reader(self) -> MarkedReader:
-        """Reads one text as its tokens come."""
-        return MarkedReader(self._vocabulary.text_bytes, self._by_id)
+    def reader(self, ends: Collection[int] = ()) -> MarkedReader:
+        """Reads one text as its tokens come. ends: tokens that end it, as ``stop_token_ids``."""
+        return MarkedReader(self._vocabulary.text_bytes, self._by_id, frozenset(ends))
 
     def show(self, text: str) -> str:
         """A text that was read, with the tokens' names."""
@@ -209,12 +209,15 @@ class MarkedReader:
     """``MarkedText.read`` of tokens that come one after another.
 
     A character is held back until all its bytes are in. text_bytes: of each token. marks: the
-    characters of the tokens that are marks.
+    characters of the tokens that are marks. ends: tokens that show nothing, unless they are marks.
     """
 
-    def __init__(self, text_bytes: Sequence[bytes], marks: Mapping[int, str]) -> None:
+    def __init__(
+        self, text_bytes: Sequence[bytes], marks: Mapping[int, str], ends: frozenset[int]
+    ) -> None:
         self._text_bytes = text_bytes
         self._marks = marks
+        self._ends = ends
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
@@ -223,7 +226,8 @@ class MarkedReader:
         for token_id in token_ids:
             mark = self._marks.get(token_id)
             if mark is None:
-                pieces.append(self._decoder.decode(self._text_bytes[token_id]))
+                shown = b"" if token_id in self._ends else self._text_bytes[token_id]
+                pieces.append(self._decoder.decode(shown))
             else:
                 pieces += [self._decoder.decode(b"", final=True), mark]
         return "".join([*pieces, self._decoder.decode(b"", final=is_last)])

@@ -121,6 +121,16 @@ def test_a_reader_reads_as_the_whole(kind: str) -> None:
     assert marks.read(token_ids) == written + "\ufffd"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_ends_the_text_shows_nothing_but_a_mark(kind: str) -> None:
+    marks = MarkedText(vocabulary(kind), ["<tool_call>"])
+    call = spell("<tool_call>", kind)
+    assert marks.read([*b"ab", ord("c")], [ord("c")]) == "ab"
+    assert marks.read([*b"ab", *call], call if len(call) == 1 else []) == (
+        "ab" + marks.mark("<tool_call>")
+    )
+
+
 def test_begun_length() -> None:
     assert [begun_length(text, "<a<b") for text in ("", "x", "x<", "<a<", "<a<b", "<a")] == [
         *(0, 0, 1, 3, 0, 2)
