@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.core import ProposerContext
 from guided_spec.masks.rows import TabledTexts, TableWalk
-from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool, Inputs, bucket, pad_rows
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
@@ -127,14 +128,11 @@ class DraftChooser:
 
     @classmethod
     def on(
-        cls,
-        device: torch.device,
-        target_ids: Tensor | None,
-        sources: GraphPool | None = None,
-        window: CaptureWindow | None = None,
+        cls, context: ProposerContext, target_ids: Tensor | None, sources: GraphPool | None = None
     ) -> DraftChooser:
-        """With graphs where the device is a CUDA device, captured in ``window``."""
-        graphs = GraphPool(device, window) if device.type == "cuda" else None
+        """For a proposer of ``context``: with graphs on CUDA, captured while its window is open."""
+        device = context.device
+        graphs = GraphPool(device, context.window) if device.type == "cuda" else None
         return cls(target_ids, graphs, sources)
 
     def begin_walk(self, texts: TabledTexts, length: int, device: torch.device) -> TableWalk:

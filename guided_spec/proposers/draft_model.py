@@ -133,7 +133,7 @@ class DraftModel(Proposer):
         self._policy = read_policy(context.argument, "mask")
         self._cache = DraftCache(context)
         self._model = self._cache.model
-        self._chooser = DraftChooser.on(context.device, None)
+        self._chooser = DraftChooser.on(context, None)
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None

@@ -102,7 +102,7 @@ class LearnedHead(Proposer):
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._ahead is None else self._ahead.sources
-        self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
+        self._chooser = DraftChooser.on(context, target_ids, sources)
         self._masked: MaskedDrafter | None = None
         self._whole = None if self._ahead is None else self._ahead.whole(self._longest)
         self._can_wait = can_share(context.device)  # for the host, while a draft is made

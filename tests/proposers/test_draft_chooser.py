@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
+from guided_spec.models.packed.graph_pool import NOTHING, CaptureWindow, GraphPool, Inputs
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import draft_chooser
 from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_model import DraftModel
 from guided_spec.types import SamplingParams
 from tests.draft_choices import MaskKind, check_chooser, check_walking
+from tests.models.tiny import build
+from tests.toys import VOCAB_SIZE, toy_context
 
 CPU = torch.device("cpu")
 TEMPERATURES = {"greedy": (0.0,) * 9, "mixed": (0.8, 1.0, 0.0, 0.3, 0.9, 0.0, 0.0, 0.7, 0.5)}
@@ -102,3 +105,19 @@ def test_a_drafters_own_logits_are_read_where_they_lie() -> None:
     other = torch.randn(9, 40)  # adjusted logits are somewhere else
     assert torch.equal(chooser.choose(0, other, None, sampling, None).tokens, other.argmax(1))
     assert graphs.seen == [(set(), {"logits"})] * 3 + [({"logits"}, set())]
+
+
+def test_a_draft_model_captures_in_the_engines_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step behind the warm-up would capture the choices that it makes."""
+    window, given = CaptureWindow(), list[CaptureWindow | None]()
+
+    def pool(device: torch.device, window: CaptureWindow | None = None) -> GraphPool:
+        assert device.type == "cuda"
+        given.append(window)
+        return GraphPool(CPU, window)
+
+    monkeypatch.setattr(draft_chooser, "GraphPool", pool)
+    draft = build("llama", vocab_size=VOCAB_SIZE)
+    DraftModel(toy_context(device=torch.device("cuda"), draft=draft, window=window))
+    assert len(given) == 1
+    assert given[0] is window
