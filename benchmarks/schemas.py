@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ from benchmarks.schema_corpus import load_cases
 from benchmarks.schema_judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -63,11 +61,8 @@ def main(  # noqa: PLR0913 - the options of a command
         loaded = load_tokenizer(tokenizer or bundled_asset("target"))
         stop = 0 if loaded.eos_token_id is None else loaded.eos_token_id
         vocabulary = Vocabulary.from_tokenizer(loaded, len(loaded), [stop])
-        isolated = GrammarPipeline(
-            BackendChoice(backend, vocabulary),
-            GrammarLimits(compile_seconds=_SECONDS),
-            make=partial(BackendChoice, backend),
-        )
+        limits = GrammarLimits(compile_seconds=_SECONDS)
+        isolated = GrammarPipeline.of(backend, vocabulary, limits)
         try:
             settings = {"key_order": key_order, "additional_properties": additional_properties}
             judge = Judge(isolated, loaded, walks, settings)

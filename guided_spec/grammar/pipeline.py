@@ -268,6 +268,17 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
             make_table = self._table_here if is_at_once else self._table_elsewhere
             self._tables = TableMaker(make_table, 0 if is_at_once else TEXTS)
 
+    @classmethod
+    def of(
+        cls, name: str, vocabulary: Vocabulary, limits: GrammarLimits | None = None
+    ) -> GrammarPipeline:
+        """One of our backends by its name, or "auto", within limits; None takes the defaults.
+
+        Raises ConfigError for a backend that is not known or not installed.
+        """
+        make = partial(BackendChoice, name)
+        return cls(make(vocabulary), limits or GrammarLimits(), make=make)
+
     def compile_document(self, document: SpecDocument) -> CompiledGrammar:
         """Compile its spec.
 

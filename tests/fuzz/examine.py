@@ -8,14 +8,12 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jsonschema
 import numpy as np
 
 from guided_spec.errors import GrammarCompileError, GuidedSpecError
-from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import EndLostError
 from guided_spec.grammar.document import GrammarLimits, SpecDocument, check_limits
@@ -51,12 +49,7 @@ class Examiner:
         self.counts: Counter[str] = Counter()
         self._left = most_large
         self._endings = EndingsCache(SPECIAL)
-        self.backends = {
-            name: GrammarPipeline(
-                BackendChoice(name, SPECIAL), LIMITS, make=partial(BackendChoice, name)
-            )
-            for name in names
-        }
+        self.backends = {name: GrammarPipeline.of(name, SPECIAL, LIMITS) for name in names}
 
     def close(self) -> None:
         """End the workers."""

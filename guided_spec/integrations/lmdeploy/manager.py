@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,6 @@ from guided_spec.errors import (
     GuidedSpecError,
     ModelError,
 )
-from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
@@ -240,11 +237,7 @@ class GuidedManager:
         except ModelError as error:
             self.error = error
         else:
-            pipeline = GrammarPipeline(
-                BackendChoice("auto", self.vocabulary),
-                GrammarLimits(),
-                make=partial(BackendChoice, "auto"),
-            )
+            pipeline = GrammarPipeline.of("auto", self.vocabulary)
             self._queue = GrammarCompileQueue(pipeline, close_backend=pipeline.close)
         _managers.add(self)
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError, GrammarStateError, GuidedSpecError
-from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
@@ -221,9 +219,7 @@ class GuidedBackend:
     def __init__(self, kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> None:
         super().__init__()
         self._any_whitespace = any_whitespace
-        backend = BackendChoice(kind, vocabulary)
-        make = partial(BackendChoice, kind)
-        self._compiler = GrammarPipeline(backend, GrammarLimits(), make=make)
+        self._compiler = GrammarPipeline.of(kind, vocabulary)
 
     def dispatch_json(self, key_string: str) -> Any:
         """A JSON schema as text, or SGLang's word for any JSON value."""
