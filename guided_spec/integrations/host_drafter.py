@@ -46,12 +46,15 @@ class HostText(NamedTuple):
 
 
 class HostTexts:
-    """The texts of another engine's requests as they grow: a step reads only what is new."""
+    """The texts of another engine's requests as they grow: a step reads only what is new.
 
-    def __init__(self) -> None:
+    release: called with the slots of texts that have ended, such as ``HostDrafter.release``.
+    """
+
+    def __init__(self, release: Callable[[Sequence[int]], None]) -> None:
+        self._release = release
         self._texts: dict[Hashable, HostText] = {}
         self._new_slots = itertools.count()
-        self._ended: list[int] = []
 
     def follow(
         self, name: Hashable, length: int, read: Callable[[int, int], list[int]]
@@ -61,31 +64,36 @@ class HostTexts:
         read: gives its tokens from one place to another. A text that does not end any more as it
         did is read anew, and gets another slot.
         """
-        text = self._texts.get(name)
+        text, known = self._texts.get(name), 0
         if text is not None:
             known = len(text.token_ids)
             start = max(0, known - CHECKED)
             if known > length or read(start, known) != text.token_ids[start:]:
-                self.forget([name])
-                text = None
-        if text is None:
-            text = self._texts[name] = HostText(next(self._new_slots), [])
-        known = len(text.token_ids)
-        if known < length:
-            text.token_ids.extend(read(known, length))
+                known = 0
+        return self.write(name, known, read(known, length) if known < length else ())
+
+    def write(self, name: Hashable, start: int | None, token_ids: Sequence[int]) -> HostText:
+        """Put tokens behind the first ``start`` of a request's text, None: behind all of them.
+
+        A text that held more gets another slot: what is kept of a slot is of a text that grows.
+        """
+        text = self._texts.get(name)
+        if text is None or (start is not None and start < len(text.token_ids)):
+            kept = [] if text is None else text.token_ids[:start]
+            self.forget([name])
+            text = self._texts[name] = HostText(next(self._new_slots), kept)
+        text.token_ids.extend(token_ids)
         return text
 
     def forget(self, names: Iterable[Hashable]) -> None:
         """The requests have ended; one that is not known is no error."""
         known = [self._texts.pop(name) for name in names if name in self._texts]
-        self._ended.extend(text.slot for text in known)
+        self._release([text.slot for text in known])
 
-    def take_ended(self) -> list[int]:
-        """The slots of texts that have ended since the last call, for ``HostDrafter.release``."""
-        ended, self._ended = self._ended, []
-        return ended
+    def __getitem__(self, name: Hashable) -> HostText:
+        return self._texts[name]
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Any]:
         return iter([*self._texts])
 
 

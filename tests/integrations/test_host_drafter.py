@@ -8,7 +8,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
+from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostTexts
 from guided_spec.masks.constraint import Constraint
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
@@ -79,3 +79,22 @@ def test_a_lookup_is_cut_where_the_grammar_refuses() -> None:
 def test_a_draft_can_be_too_long() -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens=65"):
         HostDrafter(VOCABULARY, TOKENIZER, num_draft=65, num_requests=1)
+
+
+def test_a_text_that_does_not_grow_gets_another_slot() -> None:
+    ended = list[int]()
+    texts = HostTexts(ended.extend)
+    first = texts.write("a", 0, [1, 2, 3])
+    assert texts.write("a", None, [4]) is first
+    assert texts.write("a", 4, [5]) is first
+    assert texts["a"].token_ids == [1, 2, 3, 4, 5]
+    assert ended == []
+    other = texts.write("a", 2, [9])
+    assert (other.token_ids, ended) == ([1, 2, 9], [first.slot])
+    assert other.slot != first.slot
+    assert first.token_ids == [1, 2, 3, 4, 5]
+    whole = [1, 2, 9, 7]
+    assert texts.follow("a", 4, lambda start, end: whole[start:end]) is other
+    whole[1] = 8
+    assert texts.follow("a", 4, lambda start, end: whole[start:end]).token_ids == whole
+    assert ended == [first.slot, other.slot]

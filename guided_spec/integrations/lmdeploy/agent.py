@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
-from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostText
+from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostTexts
 from guided_spec.integrations.lmdeploy.helper import GuidedHelper, RejectionSampler
 from guided_spec.integrations.lmdeploy.manager import (
     TURN,
@@ -389,10 +389,9 @@ class Drafting:
         if manager.error is not None:
             raise ModelError(f"{proposer} needs the tokens of the model") from manager.error
         self.num_draft = num_draft
-        self._texts: dict[Any, HostText] = {}
-        self._new_slots = itertools.count()
         tokens = manager.vocabulary, manager.tokenizer
         self._drafter = HostDrafter(*tokens, num_draft, num_requests=1, proposer=proposer)
+        self._texts = HostTexts(self._drafter.release)
 
     def propose(
         self, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any, helper: Any
@@ -413,13 +412,8 @@ class Drafting:
 
     def read(self, key: Any, history: int | None, token_ids: Sequence[int]) -> None:
         """Append what a session got; ``history`` is where a prompt's tokens begin."""
-        text = self._texts.get(key) or HostText(next(self._new_slots), [])
-        if history is not None and history < len(text.token_ids):
-            self._drafter.release([text.slot])  # what is kept of a slot is of a text that grows
-            text = HostText(next(self._new_slots), text.token_ids[:history])
         # Where an earlier part was never seen, as with a cached prefix, the rest must do.
-        text.token_ids.extend(token_ids)
-        self._texts[key] = text
+        self._texts.write(key, history, token_ids)
 
     def draft(self, key: Any, processor: GrammarProcessor | None) -> list[int]:
         """K tokens behind a session's text, padded."""
@@ -438,8 +432,7 @@ class Drafting:
 
     def release(self, session_ids: Sequence[Any]) -> None:
         """Forget sessions that have ended."""
-        ended = [key for key in self._texts if key[0] in session_ids]
-        self._drafter.release([self._texts.pop(key).slot for key in ended])
+        self._texts.forget([key for key in self._texts if key[0] in session_ids])
 
     def _padded(self, drafted: list[int]) -> list[int]:
         return drafted + [_PAD] * (self.num_draft - len(drafted))

@@ -298,7 +298,7 @@ class Drafts:
     def __init__(self, drafter: HostDrafter, num_nodes: int) -> None:
         self._drafter = drafter
         self._num_nodes = num_nodes
-        self._texts = HostTexts()
+        self._texts = HostTexts(drafter.release)
         self._requests: Sequence[Any] = ()
 
     def see(self, requests: Sequence[Any]) -> None:
@@ -320,7 +320,6 @@ class Drafts:
             self._texts.follow(name, length, _Reader(end, length, request).read)
             for name, end, length, request in zip(names, ends, lengths, self._requests, strict=True)
         ]
-        self._drafter.release(self._texts.take_ended())
         drafts = self._drafter.draft(
             [
                 HostRequest(
@@ -346,12 +345,10 @@ class Drafts:
     def erase_match_state(self, names: Iterable[str]) -> None:
         """Forget requests that have left the batch."""
         self._texts.forget(names)
-        self._drafter.release(self._texts.take_ended())
 
     def reset(self) -> None:
         """Forget all requests."""
         self._texts.forget(self._texts)
-        self._drafter.release(self._texts.take_ended())
 
 
 class _Reader(NamedTuple):
