@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).parents[2] / "guided_spec" / "assets" / "target"
+TARGET = Path(__file__).parents[3] / "guided_spec" / "assets" / "target"
 
 
 def main(requests: str, options: str) -> None:

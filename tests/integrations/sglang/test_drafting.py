@@ -310,7 +310,7 @@ def run_engine(folder: Path, **options: Any) -> Any:
         "guided_spec = guided_spec.integrations.sglang.plugin:register\n"
     )
     command = [sys.executable, "-m", "tests.integrations.sglang.engine"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     path = os.pathsep.join([str(folder), str(root)])
     done = subprocess.run(
         [*command, json.dumps(REQUESTS), json.dumps(options)],
