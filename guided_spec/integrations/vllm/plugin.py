@@ -125,23 +125,25 @@ def around_drafting(wrap: Wrapper) -> Patch:
 
 
 def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
-    """Around ``WorkerWrapperBase.init_device``: a worker gets those of ``parts`` that fit first.
+    """Around ``WorkerBase.__init__``: a worker gets those of ``parts`` that fit first.
 
-    So no other process imports what workers run.
+    So no other process imports what workers run. The class around it, ``WorkerWrapperBase``, may be
+    an actor of Ray's, and Ray calls an actor's methods as they were when its process began.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def init_device(self: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             root = installed_root()
             for wanted in parts:
                 if root is not None and not probe(root, wanted).lack:
                     install(f"{VARIABLE}={feature}", wanted)
-            return original(self)
+            original(self, *args, **kwargs)
 
-        return init_device
+        return __init__
 
-    return Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self", wrap)
+    parameters = "self vllm_config local_rank rank distributed_init_method ..."
+    return Patch("vllm.v1.worker.worker_base", "WorkerBase.__init__", parameters, wrap)
 
 
 def installed_root() -> Path | None:

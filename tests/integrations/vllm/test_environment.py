@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu.peers import ENVIRONMENT
+from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm import plugin
 from guided_spec.integrations.vllm.llm import PROCESSES
 from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from tests.integrations.vllm.parts import make_config  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+BASE = "vllm.v1.worker.worker_base"
 
 
 def test_vllm_knows_the_variables() -> None:
@@ -46,3 +53,46 @@ def test_the_newer_executor_on_ray_copies_all_variables(monkeypatch: pytest.Monk
     copied: Any = importlib.import_module("vllm.v1.executor.ray_env_utils").get_driver_env_vars
     monkeypatch.setenv(VARIABLE, "counts")
     assert copied(set())[VARIABLE] == "counts"
+
+
+def as_actor(monkeypatch: pytest.MonkeyPatch, wanted: type) -> Any:
+    """A class as Ray has it in the process of an actor: with functions around those of its bases,
+    which themselves are said to have a parameter more."""
+
+    def traced(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def resumed(self: Any, *args: Any, _ray_trace_ctx: Any = None, **kwargs: Any) -> Any:
+            del _ray_trace_ctx
+            return method(self, *args, **kwargs)
+
+        return resumed
+
+    context = inspect.Parameter("_ray_trace_ctx", inspect.Parameter.KEYWORD_ONLY, default=None)
+    methods: dict[str, Any] = {}
+    for name, method in inspect.getmembers(wanted, inspect.isfunction):
+        signature = inspect.signature(method)
+        more = signature.replace(parameters=[*signature.parameters.values(), context])
+        if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+            monkeypatch.setattr(method, "__signature__", more, raising=False)
+        methods[name] = traced(method)
+    return type("Actor", (wanted,), methods)
+
+
+def test_a_worker_in_an_actor_of_rays_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older executor's actor is the class around the worker."""
+    base: Any = importlib.import_module(BASE)
+    actor = as_actor(monkeypatch, base.WorkerWrapperBase)(rpc_rank=0)
+    for name in ("__init__", "check_health"):  # put back after the test
+        monkeypatch.setattr(base.WorkerBase, name, getattr(base.WorkerBase, name))
+
+    def healthy(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda _: "healthy")
+
+    of_workers = Patch(BASE, "WorkerBase.check_health", "self", healthy)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    plugin.install("it", [plugin.in_workers("it", [[of_workers]])])
+    config = make_config()
+    config.parallel_config.worker_cls = f"{BASE}.WorkerBase"
+    own = {"local_rank": 0, "rank": 0, "distributed_init_method": "", "is_driver_worker": True}
+    actor.init_worker([{"vllm_config": config, **own}])
+    assert actor.worker.check_health() == "healthy"
