@@ -17,7 +17,7 @@ from pathlib import Path
 
 from guided_spec.integrations.patches import OneOf, Patch, probe
 from guided_spec.integrations.vllm.llm import PARTS as ENGINE
-from guided_spec.integrations.vllm.plugin import FEATURES, label
+from guided_spec.integrations.vllm.plugin import FEATURES, ON_RAY, label
 from guided_spec.integrations.vllm.proposer import PATCHES
 
 
@@ -33,6 +33,7 @@ def lacks(root: Path) -> dict[str, str]:
         wanted = importlib.import_module(module).PARTS
         parts |= {label(feature, part): patches for part, patches in wanted.items()}
     parts |= {label("engine", part): patches for part, patches in ENGINE.items()}
+    parts["on Ray"] = ON_RAY
     return {part: probe(root, wanted).lack for part, wanted in parts.items()}
 
 

@@ -85,7 +85,7 @@ def register() -> None:
     root = installed_root() if names else None
     if root is None:
         return
-    _carry_to_ray()
+    _carry_to_ray(root)
     release = f"vLLM {installed_version()}"
     parts = {}
     for name in names:
@@ -110,11 +110,41 @@ def label(feature: str, part: str) -> str:
     return f"{feature} ({part})" if part else feature
 
 
-def _carry_to_ray() -> None:
-    """Let the processes that vLLM starts on Ray have the variable: vLLM copies those it knows."""
+def _carry_to_ray(root: Path) -> None:
+    """Let the processes that vLLM starts on Ray have the variable: vLLM copies those it knows.
+
+    Its newer executor leaves a node the value that it has; ``ON_RAY`` is for that one.
+    """
     copied = [name.strip() for name in os.environ.get(RAY_VARIABLE, "").split(",") if name.strip()]
     if VARIABLE not in copied:
         os.environ[RAY_VARIABLE] = ",".join([*copied, VARIABLE])
+    if not probe(root, ON_RAY).lack:
+        install(VARIABLE, ON_RAY)
+
+
+def start_with_variable(original: Callable[..., None]) -> Callable[..., None]:
+    """Around ``Executor.__init__``: its workers on Ray start with this process's variable.
+
+    Ranks of one model must draft alike, whatever Ray's nodes were started with.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any) -> None:
+        config = vllm_config.parallel_config
+        given = config.ray_runtime_env or {}
+        variables = {**given.get("env_vars", {}), VARIABLE: os.environ.get(VARIABLE, "")}
+        config.ray_runtime_env = {**given, "env_vars": variables}
+        original(self, vllm_config)
+
+    return __init__
+
+
+ON_RAY = (
+    Patch("vllm.v1.executor.abstract", "Executor.__init__", "self vllm_config",
+          start_with_variable),
+    Patch("vllm.config.parallel", "ParallelConfig", attributes="ray_runtime_env"),
+)  # fmt: skip
+"""What gives workers on Ray the variable as it is in the engine."""
 
 
 def around_drafting(wrap: Wrapper) -> Patch:

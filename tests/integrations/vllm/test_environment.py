@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.integrations.vllm.parts import make_config  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 BASE = "vllm.v1.worker.worker_base"
+EXECUTORS = "vllm.v1.executor"
 
 
 def test_vllm_knows_the_variables() -> None:
@@ -38,21 +40,46 @@ def test_vllm_spawns_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> Non
     assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
 
 
-def test_workers_on_ray_get_the_plugins_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that vLLM is in; its executor is as it was after the test."""
+    executor: Any = importlib.import_module(f"{EXECUTORS}.abstract").Executor
+    monkeypatch.setattr(executor, "__init__", executor.__init__)
+    monkeypatch.setenv(RAY_VARIABLE, "ANOTHER")
+    found = plugin.installed_root()
+    assert found is not None
+    return found
+
+
+def test_workers_on_ray_get_the_plugins_variable(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     """By the function with which vLLM chooses what it copies to them."""
     copied: Any = importlib.import_module("vllm.ray.ray_env").get_env_vars_to_copy
     monkeypatch.setenv(VARIABLE, "counts")
-    monkeypatch.delenv(RAY_VARIABLE, raising=False)
     assert VARIABLE not in copied()
-    monkeypatch.setenv(RAY_VARIABLE, "ANOTHER")  # put back after the test
-    plugin._carry_to_ray()
+    plugin._carry_to_ray(root)
     assert {VARIABLE, "ANOTHER"} <= copied()
 
 
-def test_the_newer_executor_on_ray_copies_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: Any = importlib.import_module("vllm.v1.executor.ray_env_utils").get_driver_env_vars
-    monkeypatch.setenv(VARIABLE, "counts")
-    assert copied(set())[VARIABLE] == "counts"
+def test_the_newer_executor_on_ray_starts_its_workers_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """It copies variables that a node does not have, and a node may have been started with one."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    base: Any = importlib.import_module(f"{EXECUTORS}.ray_executor_v2").RayExecutorV2
+
+    class Executor(base):  # type: ignore[misc]
+        def _init_executor(self) -> None:
+            self.made = self._build_runtime_env()
+
+    plugin._carry_to_ray(root)
+    monkeypatch.setenv(VARIABLE, "drafts,exact")
+    config = make_config()
+    config.parallel_config.ray_runtime_env = {"pip": ["it"], "env_vars": {"ANOTHER": "2"}}
+    made = Executor(config).made
+    assert made["pip"] == ["it"]
+    assert made["env_vars"] == {**made["env_vars"], "ANOTHER": "2", VARIABLE: "drafts,exact"}
 
 
 def as_actor(monkeypatch: pytest.MonkeyPatch, wanted: type) -> Any:

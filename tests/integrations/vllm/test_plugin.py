@@ -280,6 +280,21 @@ def test_processes_on_ray_get_the_variable(engine: Any, monkeypatch: pytest.Monk
         assert os.environ[vllm.RAY_VARIABLE] == after
 
 
+def test_workers_on_ray_start_with_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    begin = vllm.start_with_variable(lambda _, config: seen.append(config.parallel_config))
+    monkeypatch.setenv(vllm.VARIABLE, "drafts")
+    for given, rest in (
+        (None, {}),
+        ({"pip": ["it"]}, {}),
+        ({"env_vars": {"A": "1", vllm.VARIABLE: "counts"}}, {"A": "1"}),
+    ):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(ray_runtime_env=given))
+        begin("executor", config)
+        variables = {**rest, vllm.VARIABLE: "drafts"}
+        assert seen.pop().ray_runtime_env == {**(given or {}), "env_vars": variables}
+
+
 def test_a_drafter_that_loads_no_model_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """N-grams and their like: ``drafts`` was asked for, and nobody has looked at them before."""
 
