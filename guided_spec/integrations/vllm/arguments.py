@@ -136,7 +136,9 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None, *, has_lookup:
     outputs = _mapping("structured_outputs_config", extra.pop("structured_outputs_config", {}))
     engine["structured_outputs_config"] = {"backend": "xgrammar", **_own_outputs(outputs)}
     features = tuple(_features(proposer, drafts, more, has_tables=config.grammar_tables != "off"))
-    return Arguments({**engine, **extra}, features, proposer, config)
+    engine |= extra
+    _require_drafter_of_ranks(engine, proposer, has_lookup=has_lookup)
+    return Arguments(engine, features, proposer, config)
 
 
 def speculative(
@@ -170,6 +172,17 @@ def speculative(
     if draft is None:
         raise ConfigError("draft", None, f"proposer={proposer!r} needs one: a hub id or a folder")
     return {**found, "model": _path("draft", draft)}
+
+
+def _require_drafter_of_ranks(
+    engine: Mapping[str, Any], proposer: str, *, has_lookup: bool
+) -> None:
+    """Over pipeline ranks vLLM's older runner fails with any drafter, at its first request."""
+    drafts, size = engine["speculative_config"], engine.get("pipeline_parallel_size", 1)
+    is_old = drafts is not None and drafts.get("method") in (_CUSTOM, "ngram") and not has_lookup
+    if is_old and size > 1:
+        fix = f"this release of vLLM has no {proposer!r} there: pass 1, or proposer='none'"
+        raise ConfigError("pipeline_parallel_size", size, fix)
 
 
 def _refuse_draft(proposer: str, draft: Any) -> None:

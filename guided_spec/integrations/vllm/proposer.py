@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from guided_spec.errors import ConfigError
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.vllm.backend import GRAMMARS
 from guided_spec.integrations.vllm.plugin import around_drafting, install
@@ -31,11 +32,15 @@ class GuidedProposer:
     vllm_config: vLLM's VllmConfig. ``num_speculative_tokens`` of its speculative config, 1 to 64,
         is the longest draft.
 
-    Raises ConfigError for another version of vLLM or a longer draft, and ModelError for a tokenizer
-    that cannot be read.
+    Raises ConfigError for another version of vLLM, pipeline ranks or a longer draft, and ModelError
+    for a tokenizer that cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1:  # vLLM's first rank would fail at the first request
+            fix = "vLLM has no custom_class over pipeline ranks: pass 1, or another method"
+            raise ConfigError("pipeline_parallel_size", stages, fix)
         install("GuidedProposer", PATCHES)
         self._requests = GrammarRequests(vllm_config)
         self._num_draft: int = vllm_config.speculative_config.num_speculative_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ def read(
     options = {"num_draft_tokens": 5, **options}
     wanted = Wanted(model, proposer, draft, options, engine_options or {})
     return read_arguments(wanted, KNOWN, has_lookup=has_lookup)
+
+
+def test_pipeline_ranks_have_the_drafters_of_the_new_runner_alone() -> None:
+    for proposer in ("ngram", "chain:grammar_forced+ngram"):
+        fix = f"pipeline_parallel_size=2: this release of vLLM has no '{re.escape(proposer)}'"
+        with pytest.raises(ConfigError, match=fix):
+            read(proposer, pipeline_parallel_size=2)
+        with pytest.raises(ConfigError, match=fix):
+            read(proposer, engine_options={"pipeline_parallel_size": 2})
+        assert read(proposer, pipeline_parallel_size=1).engine["pipeline_parallel_size"] == 1
+        assert read(proposer, pipeline_parallel_size=2, has_lookup=True).proposer == proposer
+    for proposer, draft in (("none", None), ("eagle3", "a/head")):
+        found = read(proposer, draft, pipeline_parallel_size=2)
+        assert found.engine["pipeline_parallel_size"] == 2
 
 
 def test_names_of_vllm() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.proposer import GuidedProposer
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -210,3 +211,10 @@ def test_a_grammar_behind_reasoning_is_drafted_for_from_there_on(
     assert runner.propose_compiled("request", written) == []
     draft = runner.propose({"request": [*written, end, *encode("M")]})["request"]
     assert text_of(draft).startswith("onday")
+
+
+def test_pipeline_ranks_are_refused_at_the_start() -> None:
+    config = make_config(speculative=SPECULATIVE)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: vLLM has no custom_class"):
+        GuidedProposer(config)
