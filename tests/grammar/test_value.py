@@ -55,6 +55,7 @@ TYPES: tuple[Any, ...] = (
     Union[Point, bool],  # noqa: UP007 - both spellings of a union are to work
     Point | None,
     tuple[bool, Colour],
+    dict[Colour, bool],
     bool,
 )
 BACKEND = AutoBackend(BYTES)

@@ -165,7 +165,7 @@ def _none_of(kind: str, at: At) -> Any:
 
 def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """``propertyNames`` as the patterns or the list of the keys."""
-    names = words["propertyNames"]
+    names = lowering.dereference(words["propertyNames"])
     if "object" not in at.types or names is True or names == {}:
         return []
     if names is False:

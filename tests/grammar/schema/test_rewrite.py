@@ -170,6 +170,12 @@ ENFORCED = [
     {"type": "object", "required": ["z"], "additionalProperties": INTEGER},
     {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": STRING},
     {"type": "object", "propertyNames": {"maxLength": 2}, "minProperties": 1},
+    {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/x"},
+        "additionalProperties": INTEGER,
+        "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"enum": ["a", "b"], "title": "T"}},
+    },
     {"type": "object", "properties": {"a": False, "b": True}, "minProperties": 1},
     {"type": "object", "properties": {"a": INTEGER}, "unevaluatedProperties": False},
     {"type": "array", "prefixItems": [INTEGER, True], "maxItems": 1},
