@@ -304,10 +304,10 @@ class Failures(NamedTuple):
         if completion is None or completion.error is None:
             return
         if self.of_written if completion.token_ids else self.of_unwritten:
-            if num_prompts > 1:
-                place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
-                # Set, not added: a grammar's error is remembered, and raised by other calls too.
-                completion.error.__notes__ = [f'{place}; on_error="return" serves the others']
+            place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
+            note = f'{place}; on_error="return" serves the others'
+            # Set, not added: a grammar's error is remembered, and raised by other calls too.
+            completion.error.__notes__ = [note] if num_prompts > 1 else []
             raise completion.error
 
 

@@ -73,6 +73,16 @@ def test_what_fails_before_its_first_token_is_raised(
     assert llm.generate("A", SHORT)[0].error is None  # nothing is left behind
 
 
+def test_the_place_of_a_prompt_is_not_remembered_with_its_grammar(llm: LLM) -> None:
+    broken = SamplingParams(grammar=GrammarSpec.regex("a place("))
+    with pytest.raises(GrammarCompileError) as caught:
+        llm.generate(["A", "A"], [SHORT, broken])
+    assert "prompt 1 of 2" in caught.value.__notes__[-1]
+    with pytest.raises(GrammarCompileError) as caught:
+        llm.generate("A", broken)
+    assert not getattr(caught.value, "__notes__", [])
+
+
 def test_what_fails_later_is_raised_where_text_was_handed_out(spy: Spy) -> None:
     def fail(batch: DecodeBatch) -> None:
         if len(batch.contexts[0]) > batch.prompt_lengths[0] + 2:
