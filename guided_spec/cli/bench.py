@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
-from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
+from guided_spec.cli.options import ModelOptions, ReportOptions, proposer_list, with_options
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import bench_figures
 
@@ -47,7 +47,7 @@ def bench(
     from guided_spec.engine.setup import bundled_asset
     from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
 
-    names = (proposers or _default_proposers(load.model)).split(",")
+    names = proposer_list(proposers or _default_proposers(load.model))
     items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
     plan = Plan(items, names, params, params.temperature == 0, batches)
     with working("loading the model"):

@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
-from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
+from guided_spec.cli.options import ModelOptions, ReportOptions, proposer_list, with_options
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.plots import acceptance_figures
 from guided_spec.types import SamplingParams
@@ -75,6 +75,7 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
     from guided_spec.training.data.records import check_sources
 
     check_sources(asked.data)
+    named = None if proposers is None else proposer_list(proposers, others=(UNTRAINED,))
     with working("loading the model"):
         llm = load.load(proposer="none", max_batch_size=asked.batch_size)
     with llm:
@@ -82,7 +83,7 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
         prompts = read_asked(asked.data, encoder, limit=asked.limit)
         llm.close()  # its thread would share the cores with those that are measured
         results = []
-        for proposer in (proposers or _default_proposers(llm, load.draft)).split(","):
+        for proposer in named or _default_proposers(llm, load.draft):
             name, _, draft = proposer.partition("=")
             stderr().print(f"running {name}")
             with _opened(llm, name, draft or load.draft) as opened:
@@ -91,16 +92,16 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
     return results
 
 
-def _default_proposers(llm: LLM, draft: str | None) -> str:
+def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
     if draft is None:
-        return "none,ngram,auto"
+        return ["none", "ngram", "auto"]
     try:
         with _opened(llm, UNTRAINED, draft) as opened:
             opened.close()
     except GuidedSpecError as error:  # better said now than behind what comes first
         stderr().print(f"the untrained draft is not measured: {error}")
-        return "none,ngram,auto"
-    return f"none,ngram,{UNTRAINED},auto"
+        return ["none", "ngram", "auto"]
+    return ["none", "ngram", UNTRAINED, "auto"]
 
 
 @contextmanager

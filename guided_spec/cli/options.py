@@ -9,7 +9,7 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from guided_spec.cli.console import print_json, stderr
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.proposers import require_proposer
 from guided_spec.training.options import read_device_map
 from guided_spec.types import SamplingParams
 
@@ -148,9 +149,12 @@ class ReportOptions:
     plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None
 
     def params(self) -> SamplingParams:
-        """Of every request. Raises ConfigError where plots are asked for and cannot be drawn."""
+        """Of every request. Raises ConfigError for a report or plots that could not be written."""
+        # Before anything runs.
+        if self.output is not None:
+            require_place("--output", self.output)
         if self.plot is not None:
-            require_matplotlib("--plot", str(self.plot))  # before anything runs
+            require_matplotlib("--plot", str(self.plot))
         sampling: Any = {"max_tokens": self.max_tokens, "seed": self.seed}
         return SamplingParams(**sampling, temperature=self.temperature)
 
@@ -163,7 +167,7 @@ class ReportOptions:
     ) -> None:
         """Write the report, and its plots into a folder; to stdout only ``as_json``."""
         if self.output is not None:
-            self.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_text("--output", self.output, json.dumps(report, indent=2) + "\n")
         if self.plot is not None:
             origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
             for path in draw_all(figures(report, origin), self.plot):
@@ -216,6 +220,37 @@ def _default(each: Field[Any]) -> Any:
 def pick(config: Any, values: Mapping[str, Any]) -> Any:
     """A ``config`` of those of ``values`` that are its fields."""
     return config(**{each.name: values[each.name] for each in fields(config)})
+
+
+def proposer_list(text: str, *, others: Collection[str] = ()) -> list[str]:
+    """Names with commas between them, each perhaps with a draft, as in ``ngram,auto=FOLDER``.
+
+    others: names that are no proposer's. Raises UnknownProposerError for any other such name,
+    before those that come first have run.
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        spec = name.partition("=")[0]
+        if spec not in others:
+            require_proposer(spec)
+    return names
+
+
+def require_place(option: str, path: Path) -> None:
+    """Raise ConfigError for a file that cannot be made, as long as nothing is lost with it."""
+    if not path.parent.is_dir():
+        raise ConfigError(option, str(path), "is in no folder that exists; make it first")
+    if path.is_dir():
+        raise ConfigError(option, str(path), "must be a file that can be written, not a folder")
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a file. Raises ConfigError naming the option."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = f"must be a file that can be written ({error.strerror})"
+        raise ConfigError(option, str(path), fix) from error
 
 
 def read_text(option: str, path: Path) -> str:

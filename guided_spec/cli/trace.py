@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, stdout, working
-from guided_spec.cli.options import ModelOptions, Proposer, TextOptions, with_options
+from guided_spec.cli.options import (
+    ModelOptions,
+    Proposer,
+    TextOptions,
+    require_place,
+    with_options,
+    write_text,
+)
 from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
 
@@ -64,8 +71,7 @@ def _check(outputs: Sequence[Path]) -> None:
     for path in outputs:
         if path.suffix not in (".html", ".json"):
             raise ConfigError("--output", str(path), "must end in .html or .json")
-        if not path.parent.is_dir():
-            raise ConfigError("--output", str(path), "is in no folder that exists; make it first")
+        require_place("--output", path)
 
 
 def _trace(llm: LLM, prompt: Any, params: SamplingParams) -> Trace:
@@ -87,11 +93,7 @@ def _write(outputs: Sequence[Path], traces: Sequence[Trace], prompt: str) -> Non
     for path in outputs:
         is_page = path.suffix == ".html"
         text = render_page(traces, prompt=prompt) if is_page else to_json(traces, indent=2) + "\n"
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            fix = f"must be a file that can be written ({error.strerror})"
-            raise ConfigError("--output", str(path), fix) from error
+        write_text("--output", path, text)
 
 
 def _report(traces: Sequence[Trace], outputs: Sequence[Path]) -> None:

@@ -63,6 +63,19 @@ def proposer_names() -> list[str]:
     return sorted({*PROPOSERS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def require_proposer(spec: str) -> None:
+    """Raise UnknownProposerError for a spec with a name that nobody registered. Builds nothing."""
+    for member in spec.removeprefix("chain:").split("+"):
+        name = member.partition(":")[0]
+        if name not in proposer_names():
+            raise _unknown(name)
+
+
+def _unknown(name: str) -> UnknownProposerError:
+    known = ", ".join(proposer_names())
+    return UnknownProposerError("proposer", name, f"must be one of {known}")
+
+
 def build_proposer(spec: str, context: ProposerContext) -> Proposer:
     """Make the proposer that ``spec`` names: ``"ngram"``, ``"chain:grammar_forced+ngram"``, ...
 
@@ -80,8 +93,7 @@ def _find(name: str) -> Factory:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             loaded: Factory = point.load()
             return loaded
-        known = ", ".join(proposer_names())
-        raise UnknownProposerError("proposer", name, f"must be one of {known}")
+        raise _unknown(name)
     if isinstance(factory, str):
         named: Factory = resolve_name(factory)
         return named

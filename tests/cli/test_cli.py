@@ -347,6 +347,29 @@ def test_tables_fit_80_columns() -> None:
     assert max(map(len, console.file.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--output", "absent/report.json"), "is in no folder that exists"),
+        (("--output", "."), "must be a file that can be written"),
+        (("--proposers", "ngram,nobody"), "proposer='nobody': must be one of auto"),
+        (("--proposers", "ngram,"), "proposer='': must be one of auto"),
+        (("--proposers", "chain:grammar_forced+nobody=draft"), "proposer='nobody'"),
+    ],
+)
+def test_what_bench_could_not_finish_is_not_begun(arguments: tuple[str, ...], message: str) -> None:
+    result = run("bench", "--limit", "1", "--max-tokens", "2", *arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert "running" not in result.stderr
+
+
+def test_bench_of_names_with_spaces(model: str, files: dict[str, str]) -> None:
+    arguments = ("--model", model, "--max-tokens", "4", "--proposers", "ngram, suffix", "--json")
+    result = run("bench", "--workload", files["workload.jsonl"], *arguments)
+    assert [row["name"] for row in json_lines(result)[2:]] == ["ngram", "suffix"]
+
+
 def test_bench_of_no_batch() -> None:
     result = run("bench", "--batch-size", "1,x")
     assert result.exit_code == 1

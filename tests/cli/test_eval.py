@@ -90,6 +90,22 @@ def test_beside_the_untrained_head() -> None:
     assert repeated == [row for row in rows if row["proposer"] == "untrained"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--output", "absent/report.json"), "is in no folder that exists"),
+        (("--proposers", "ngram,nobody"), "proposer='nobody': must be one of auto"),
+    ],
+)
+def test_what_could_not_be_finished_is_not_begun(
+    target: str, data: str, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run("--model", target, "--data", data, *arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert "running" not in result.stderr
+
+
 def test_untrained_is_of_heads(target: str, data: str) -> None:
     found = run("--model", target, "--data", data, "--draft", target, "--proposers", "untrained")
     assert "is of draft heads" in found.stderr
