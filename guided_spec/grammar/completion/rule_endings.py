@@ -493,7 +493,7 @@ class RuleEndings(Endings):
         if len(run.states) < 2:
             return _joined([part for byte in legal for part in self._heads(byte, int(first[byte]))])
         own, others, is_token = spelling.made_of(run.characters)
-        if run.states[-1] == state.number:  # nothing changes, however many they are
+        if run.states[1] == state.number:  # nothing changes, however many they are
             np.putmask(table, is_token, self._costs(run.states[:1])[-1])
         else:
             counts = spelling.num_characters[own]

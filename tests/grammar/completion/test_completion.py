@@ -103,6 +103,7 @@ SPECS = {
     "any": GrammarSpec.json_object(),
     "enum": GrammarSpec.json_schema({"enum": ["a", 12, {"x": "é€"}]}),
     "regex": GrammarSpec.regex(r"[\w.]{1,64}@[a-zé-ö]+(\.[a-z]{2,5}){3,9}|.\d?\S"),
+    "groups": GrammarSpec.regex("([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==)?"),
     "choice": GrammarSpec.choice(["yes", "no", "maybe é"]),
     "ebnf": GrammarSpec.ebnf(
         'root ::= a{2,5} ("x" | b)*\na ::= "q" [0-9é-ö]{3,}\nb ::= "(" b ")" | "ü\\n" | [^a-q]+\n'
@@ -195,7 +196,7 @@ def test_every_text_ends_within_its_budget(name: str) -> None:
     assert len(set(lengths)) > 1
 
 
-OF_EITHER = {"regex", "choice"}  # whose rules can be read whoever compiles them
+OF_EITHER = {"regex", "groups", "choice"}  # whose rules can be read whoever compiles them
 
 
 @pytest.mark.parametrize(
