@@ -272,6 +272,8 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
+        if draft is not None:
+            _require_source("draft", draft)
         model = named_model(model)
         loaded = _loaded(model, options.load)
         if draft is None and loaded.config.name_or_path == bundled_asset("target"):
@@ -372,9 +374,13 @@ def _loaded(model: Any, load: dict[str, Any]) -> Any:
     for name, value in load.items():
         fix = "the model is loaded already: load it that way, or pass its folder or hub id"
         raise ConfigError(name, value, fix)
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError("model", model, "must be a hub id, a folder, or a loaded model")
+    _require_source("model", model)
     return model
+
+
+def _require_source(name: str, model: Any) -> None:
+    if not isinstance(model, str | Path | torch.nn.Module):
+        raise ConfigError(name, model, "must be a hub id, a folder, or a loaded model")
 
 
 def _bundled_draft(proposer: str) -> str:

@@ -253,13 +253,13 @@ def _best_device() -> torch.device:
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     """What ``load_model`` loads a checkpoint as: a dtype, or "auto" for its own.
 
-    Raises ModelError for a name of no dtype.
+    Raises ModelError for what names no dtype.
     """
     if dtype is None:
         return torch.float32 if device.type == "cpu" else "auto"
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(found, torch.dtype):
         raise ModelError(f"dtype={dtype!r}: pass 'auto', 'float32', 'bfloat16' or 'float16'")
     return found

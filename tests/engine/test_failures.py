@@ -272,8 +272,10 @@ def test_grammars_are_compiled_as_a_list(llm: LLM, grammars: Any) -> None:
 
 @pytest.mark.parametrize("model", [3, {"model": "llama"}, [1]])
 def test_a_model_that_is_none(model: Any) -> None:
-    with pytest.raises(ConfigError, match="must be a hub id, a folder, or a loaded model"):
+    with pytest.raises(ConfigError, match="^model=.*must be a hub id, a folder, or a loaded model"):
         LLM(model)
+    with pytest.raises(ConfigError, match="^draft=.*must be a hub id, a folder, or a loaded model"):
+        LLM(tiny_model("llama"), draft=model)
 
 
 @pytest.mark.parametrize("name", ["medusa", "chain:ngram+medusa", "NGRAM", ""])

@@ -109,10 +109,11 @@ def test_a_model_that_is_not_a_decoder_is_refused(tmp_path: Path) -> None:
         ({"device": "cuda:99"}, "device='cuda:99': torch sees"),
         ({"dtype": "float33"}, "dtype='float33'"),
         ({"dtype": "nn"}, "dtype='nn'"),
+        ({"dtype": 16}, "dtype=16"),
         ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
     ],
 )
-def test_wrong_arguments_are_named(folder: Path, arguments: dict[str, str], message: str) -> None:
+def test_wrong_arguments_are_named(folder: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(folder, **arguments)
 
