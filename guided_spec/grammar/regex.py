@@ -238,7 +238,8 @@ class _Writer:
                 return self._escaped(ranges)
             ranges = plain
         if not ranges:
-            raise self._refuse("a character class that no character is in", "widen it")
+            what = "a class that holds nothing but U+0000 and halves of surrogate pairs"
+            raise self._refuse(what, "widen it")
         if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
             return f"\\u{{{ranges[0][0]:x}}}"
         parts = [part for length in _LENGTHS if (part := intersect(ranges, length))]

@@ -161,6 +161,8 @@ def test_python_reads_it_so(pattern: str, matching: str, other: str) -> None:
         ("a(?=b)", "lookahead"),
         ("(?<!a)b", "negative"),
         (r"(a)\1", "backreference"),
+        (r"a\0", r"nothing but U\+0000"),
+        ("a\ud800", "halves of surrogate pairs"),
         ("(a)?(?(1)b|c)", "conditional"),
         ("(?>a*)b", "atomic"),
         ("a*+", "possessive"),
