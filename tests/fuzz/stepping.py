@@ -22,7 +22,7 @@ from guided_spec.engine.request import Job, Request
 from guided_spec.engine.runner import Wanted
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.errors import RequestCancelledError
-from guided_spec.grammar.tables import tabled
+from guided_spec.grammar import pipeline
 from guided_spec.masks.constraint import Constraint
 from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
@@ -185,7 +185,7 @@ def _late_tables(llm: LLM, workload: Workload) -> LateTables | None:
 def check(workload: Workload) -> None:
     """Run a workload, and fail where anything is other than it would be alone."""
     texts = 32 if workload.late_tables is None else workload.late_tables
-    with mock.patch.object(tabled, "_TEXTS", texts), stepped_llm(workload) as llm:
+    with mock.patch.object(pipeline, "TEXTS", texts), stepped_llm(workload) as llm:
         found = Run(llm, workload)
         found.run()
         _check_leaks(llm)

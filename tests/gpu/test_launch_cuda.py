@@ -17,8 +17,8 @@ from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup, bundled_asset
+from guided_spec.grammar import pipeline
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables import tabled
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs
 from guided_spec.ops.launch_triton import compiling_ahead
 from guided_spec.ops.sampling.noise import NoiseKeys
@@ -125,7 +125,7 @@ def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
     }
     setup = Setup.build(None, proposer, bundled_asset(asset), Options.from_dict(options))
     warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
-    monkeypatch.setattr(tabled, "_TEXTS", 1)
+    monkeypatch.setattr(pipeline, "TEXTS", 1)
     grammar = setup.grammars.queue.submit(GrammarSpec.regex("[ab]{30}"))
     compiled: Any = grammar.result()
     compiled.new_matcher()

@@ -175,8 +175,8 @@ class GrammarRequests:
         asked = self._asked[name]
         asked.stated = output
         text, start = asked.text, asked.prompt_length
-        known, sure = len(text) - start, asked.sure - start
-        if known > len(output) or text[asked.sure :] != list(output[sure:known]):
+        known, sure = len(text) - start, max(asked.sure - start - 1, 0)
+        if known > len(output) or text[start + sure :] != list(output[sure:known]):
             del text[start:]
             asked.shadow = asked.shadow and asked.shadow.again()
             asked.span = asked.span and asked.span.again()
