@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import guided_spec
-from guided_spec.integrations.vllm.plugin import installed_version
+from guided_spec.integrations.patches import probe
+from guided_spec.integrations.vllm.plugin import installed_root, installed_version
 
 NUM_DRAFT = 4
 BLOCK = 16  # tokens of the cache that requests may share
@@ -102,6 +103,22 @@ def make_scheduler(config: Any) -> Any:
         structured_output_manager=manager,
         block_size=BLOCK,
     )
+
+
+def keep_functions(monkeypatch: pytest.MonkeyPatch, patches: Any) -> list[tuple[Any, str, Any]]:
+    """Whatever replaces these functions of vLLM, they are put back: owner, name, and function."""
+    root = installed_root()
+    assert root is not None
+    found = []
+    for patch in probe(root, patches).patches:
+        if patch.wrap is not None:
+            owner: Any = importlib.import_module(patch.module)
+            *classes, last = patch.path.split(".")
+            for step in classes:
+                owner = getattr(owner, step)
+            monkeypatch.setattr(owner, last, getattr(owner, last))
+            found.append((owner, last, getattr(owner, last)))
+    return found
 
 
 def wait_for_grammar(requests: Any, name: str) -> None:

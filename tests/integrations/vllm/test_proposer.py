@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.vllm.proposer import GuidedProposer
+from guided_spec.integrations.vllm.proposer import PATCHES, GuidedProposer
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -20,6 +20,7 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
     add_request,
     first_step,
+    keep_functions,
     make_config,
     make_scheduler,
     sampling_params,
@@ -39,6 +40,14 @@ SCHEMA = {
     "required": ["temperature", "description"],
     "additionalProperties": False,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored() -> Iterator[None]:
+    """The proposer replaces functions of vLLM for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_functions(patch, PATCHES)
+        yield
 
 
 class Runner:

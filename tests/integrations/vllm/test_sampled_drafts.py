@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.patches import probe
-from guided_spec.integrations.vllm.plugin import installed_root
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -23,6 +21,7 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
     RELEASE,
     interpreted,
+    keep_functions,
     sampling_params,
     tokenizer,
     verify,
@@ -159,24 +158,13 @@ def test_other_drafters_are_left_alone(caplog: pytest.LogCaptureFixture) -> None
 def test_a_worker_gets_the_patches(
     monkeypatch: pytest.MonkeyPatch, name: str, feature: Any
 ) -> None:
-    targets = []
-    root = installed_root()
-    assert root is not None
-    for wanted in (feature.PATCHES, *feature.WORKER_PATCHES):
-        for patch in probe(root, wanted).patches:
-            if patch.wrap is None:
-                continue
-            owner: Any = importlib.import_module(patch.module)
-            *classes, last = patch.path.split(".")
-            for step in classes:
-                owner = getattr(owner, step)
-            monkeypatch.setattr(owner, last, getattr(owner, last))  # put back after the test
-            targets.append((owner, last, getattr(owner, last)))
+    own = keep_functions(monkeypatch, feature.PATCHES)
+    workers = [
+        one for wanted in feature.WORKER_PATCHES for one in keep_functions(monkeypatch, wanted)
+    ]
     monkeypatch.setenv(VARIABLE, name)
     importlib.import_module("guided_spec.integrations.vllm.plugin").register()
     base: Any = importlib.import_module("vllm.v1.worker.worker_base").WorkerBase
-    num_own = sum(patch.wrap is not None for patch in probe(root, feature.PATCHES).patches)
-    own, workers = targets[:num_own], targets[num_own:]
     assert (base, "__init__") in [target[:2] for target in own]
     assert not any(getattr(owner, at) is kept for owner, at, kept in own)
     assert all(getattr(owner, at) is kept for owner, at, kept in workers)
