@@ -26,9 +26,9 @@ from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import LayerStates
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.linear.fp8_linear import FP8
-from guided_spec.ops.slot_attention import KeyValues
 
 WIDEST = 64  # tokens a row
 STAYING = 3  # tokens of the last row that a linear state folds in

@@ -9,7 +9,7 @@ import torch
 
 from guided_spec.models.packed.blocks import BLOCK, Alike
 from guided_spec.models.packed.packed_lm import Rows, split_places
-from guided_spec.ops.slot_attention import SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import SharedPositions, SlotPlaces
 
 
 def num_blocks(batch: int, max_length: int) -> int:

@@ -31,7 +31,7 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem
-from guided_spec.ops.flash_attention import is_installed
+from guided_spec.ops.attention.flash_attention import is_installed
 from guided_spec.types import SamplingParams
 
 MAX_TOKENS = 128

@@ -17,7 +17,7 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 from tests.models.heads import mtp_checkpoints
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
 from tests.models.heads.fresh import write_mtp

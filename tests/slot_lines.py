@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 
 NUM_SLOTS = 4
 

@@ -25,8 +25,8 @@ from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.ops.attention.slot_attention import CHAIN
 from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.ops.slot_attention import CHAIN
 from guided_spec.step import Branch
 
 

@@ -21,10 +21,10 @@ from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 from guided_spec.ops.kernels import has_triton
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2

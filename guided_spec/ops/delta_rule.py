@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.attention.slot_attention import SlotPlaces
 from guided_spec.ops.host import zeros_on_demand
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.slot_attention import SlotPlaces
 
 CHUNK = 64  # tokens that are folded in by one set of matrix products
 NORM_EPS = 1e-6  # of queries and keys, under the root

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.attention.slot_attention import SlotPlaces
 from guided_spec.ops.delta_rule import NORM_EPS, DeltaLayer, DeltaStates
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.slot_attention import SlotPlaces
 
 BLOCK = 1024  # channels of a program
 COLUMNS = 32  # of a state in a program

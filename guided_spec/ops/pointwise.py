@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.slot_attention import (
+from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
     QkvShape,
@@ -27,6 +26,7 @@ from guided_spec.ops.slot_attention import (
     SlotPlaces,
     store_keys_values,
 )
+from guided_spec.ops.kernels import has_triton, kernels_of
 
 
 class AddedNorm(NamedTuple):

@@ -10,8 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.attention.slot_attention import (
+    HeadNorms,
+    KeyValues,
+    QkvShape,
+    Rotation,
+    SlotPlaces,
+)
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
 
 BLOCK = 1024  # products a program of silu_mul
 

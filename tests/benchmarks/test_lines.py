@@ -8,7 +8,7 @@ import torch
 from benchmarks import attention, forwards
 from benchmarks.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
 from benchmarks.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.ops import flash_attention as module
-from guided_spec.ops.slot_attention import KeyValues, slot_attention
+from guided_spec.ops.attention import flash_attention as module
+from guided_spec.ops.attention.slot_attention import KeyValues, slot_attention
 
 pytestmark = pytest.mark.gpu
 

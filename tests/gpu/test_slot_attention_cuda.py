@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from guided_spec.ops.attention.slot_attention import slot_attention
 from guided_spec.ops.linear.experts import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
-from guided_spec.ops.slot_attention import slot_attention
 from tests.ops.trees.branches import compare as compare_branches
 from tests.slot_lines import Alike, Case, Span, Unused, kept_positions, make, places_of
 

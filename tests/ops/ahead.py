@@ -23,6 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from guided_spec.ops import launch_triton, mailbox_triton, table_rows, table_rows_triton
+from guided_spec.ops.attention.slot_attention import (
+    HeadNorms,
+    KeyValues,
+    QkvShape,
+    Rotation,
+    SlotPlaces,
+)
+from guided_spec.ops.attention.slot_attention_triton import slot_attention
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
 from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
@@ -34,8 +42,6 @@ from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
-from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.trees.kept_branch_triton import keep_branch
 from guided_spec.types import Draft, SamplingParams
 

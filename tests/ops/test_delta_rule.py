@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.attention.slot_attention import SlotPlaces
 from guided_spec.ops.delta_rule import (
     DeltaColumns,
     DeltaLayer,
@@ -19,7 +20,6 @@ from guided_spec.ops.delta_rule import (
     DeltaStates,
     gated_delta,
 )
-from guided_spec.ops.slot_attention import SlotPlaces
 from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import Span, Unused, places_of
 

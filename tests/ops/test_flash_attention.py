@@ -13,9 +13,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from guided_spec.ops import flash_attention as module
-from guided_spec.ops.flash_attention import flash_attention
-from guided_spec.ops.slot_attention import slot_attention, store_keys_values
+from guided_spec.ops.attention import flash_attention as module
+from guided_spec.ops.attention.flash_attention import flash_attention
+from guided_spec.ops.attention.slot_attention import slot_attention, store_keys_values
 from tests.slot_lines import Case, cases, make
 
 

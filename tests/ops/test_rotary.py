@@ -11,8 +11,14 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
+from guided_spec.ops.attention.slot_attention import (
+    HeadNorms,
+    KeyValues,
+    QkvShape,
+    Rotation,
+    SlotPlaces,
+)
 from guided_spec.ops.pointwise import rotate_and_store
-from guided_spec.ops.slot_attention import HeadNorms, KeyValues, QkvShape, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import NUM_SLOTS, Span, Unused, kept_positions, make_tables, places_of
 
@@ -28,7 +34,7 @@ NOTHING: list[Span] = []
 
 COMPARE = """
 import torch
-from guided_spec.ops.slot_attention import HeadNorms
+from guided_spec.ops.attention.slot_attention import HeadNorms
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.pointwise_triton import rotate_and_store as kernel
 from tests.ops.test_rotary import BLOCKS, NOTHING, SHAPES, SPANS, empty, make

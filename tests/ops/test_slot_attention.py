@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.slot_attention import KeyValues, slot_attention, store_keys_values
+from guided_spec.ops.attention.slot_attention import KeyValues, slot_attention, store_keys_values
 from tests.slot_lines import Case, Data, Span, cases, kept_positions, make
 
 

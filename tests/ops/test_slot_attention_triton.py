@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings, strategies as st
-from guided_spec.ops.slot_attention import slot_attention as reference
-from guided_spec.ops.slot_attention_triton import Tiling, choose_tiling, slot_attention
+from guided_spec.ops.attention.slot_attention import slot_attention as reference
+from guided_spec.ops.attention.slot_attention_triton import Tiling, choose_tiling, slot_attention
 from tests.slot_lines import Alike, Case, Span, cases, kept_positions, make
 
 TILINGS = [

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ModelError
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.host import to_device, zeros_on_demand
-from guided_spec.ops.slot_attention import KeyValues
 
 BLOCK = 64  # positions, as many as attention reads at a time: a tile is never in two
 SINK = 0  # the block that takes what belongs nowhere

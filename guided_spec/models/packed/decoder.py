@@ -40,9 +40,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausa
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
+from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotPlaces
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
-from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 FAMILY = (
     *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),

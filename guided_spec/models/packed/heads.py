@@ -21,8 +21,8 @@ from guided_spec.models.packed.decoder import FAMILY, has_static_rope, has_whole
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotPlaces
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
-from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 
 class PackedEagle3:

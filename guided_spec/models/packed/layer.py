@@ -31,6 +31,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
 from guided_spec.models.stock.experts import REPLACED
+from guided_spec.ops.attention.slot_attention import (
+    HeadNorms,
+    KeyValues,
+    QkvShape,
+    Rotation,
+    SlotPlaces,
+    slot_attention,
+)
 from guided_spec.ops.delta_rule import (
     DeltaColumns,
     DeltaLayer,
@@ -48,14 +56,6 @@ from guided_spec.ops.linear.experts import (
 )
 from guided_spec.ops.linear.fp8_linear import Fp8Weight
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
-from guided_spec.ops.slot_attention import (
-    HeadNorms,
-    KeyValues,
-    QkvShape,
-    Rotation,
-    SlotPlaces,
-    slot_attention,
-)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -23,9 +23,9 @@ from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
+from guided_spec.ops.attention.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
-from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
 LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches

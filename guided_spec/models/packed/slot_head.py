@@ -36,8 +36,8 @@ from guided_spec.models.packed.packed_lm import (
     split_places,
 )
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.host import host_integers, to_device
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 
 class HeadLine(NamedTuple):

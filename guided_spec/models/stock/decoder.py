@@ -5,7 +5,7 @@ a cache and without masks, so that a CUDA graph can hold them.
 
 transformers asks a table for the attention function that a configuration names. The one that is
 registered here writes the new keys and values into the buffers that ``attending`` names and attends
-over them, by ``guided_spec.ops.slot_attention``:
+over them, by ``guided_spec.ops.attention.slot_attention``:
 
     with using_slot_attention(model.config), attending(buffers, places):
         model(input_ids=token_ids, position_ids=positions, use_cache=False)
@@ -35,8 +35,8 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
 from guided_spec.ops.delta_rule import DeltaStates
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
 SLOT_ATTENTION = "guided_spec_slots"
 

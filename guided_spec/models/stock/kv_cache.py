@@ -40,8 +40,8 @@ from transformers.cache_utils import (
 
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import UNMASKED
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.host import to_device, zeros_on_demand
-from guided_spec.ops.slot_attention import KeyValues
 
 VIEW_BUCKET = 64
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.slot_attention import KeyValues
 
 
 class LayerMemory(NamedTuple):

@@ -114,7 +114,7 @@ def test_lines_without_a_graph_take_kernels_that_are_there(
     room: tuple[int, int], heads: tuple[int, int]
 ) -> None:
     """None of their numbers brings a kernel that no forward of ``capture`` has compiled."""
-    slot_attention_triton = pytest.importorskip("guided_spec.ops.slot_attention_triton")
+    slot_attention_triton = pytest.importorskip("guided_spec.ops.attention.slot_attention_triton")
 
     def kernels(total: int, batch: int) -> tuple[int, Any]:
         shape = packed_lm.LineShape.of(total, batch, room)

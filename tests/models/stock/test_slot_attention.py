@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.stock.decoder import SLOT_ATTENTION, attending, using_slot_attention
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 from tests.models.tiny import build
 from tests.slot_lines import Span, Unused, make_tables, places_of
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.trees import kept_branch, kept_branch_triton
 from guided_spec.ops.trees.kept_branch import LayerMemory
 from tests.slot_lines import NUM_SLOTS, make_tables

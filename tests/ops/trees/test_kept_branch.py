@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 from tests.ops.interpreted import run_interpreted
 from tests.ops.trees.branches import PATHS, ROWS, make_branches

@@ -39,7 +39,7 @@ from guided_spec.models.heads.block.transitions import (
     Transition,
 )
 from guided_spec.models.heads.draft_head import LayoutHead, layer_run, product_input
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues
 
 
 class BlockContext(NamedTuple):

@@ -38,8 +38,8 @@ from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows, split_places
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, store_keys_values
 from guided_spec.ops.host import to_device
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
 
 class BlockReader(Protocol):

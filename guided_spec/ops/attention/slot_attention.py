@@ -8,7 +8,7 @@ captured in a CUDA graph.
 
 Blocks and tables are those of Kwon et al., "Efficient memory management for large language model
 serving with PagedAttention" (2023). The torch code here is the definition; on CUDA,
-``guided_spec.ops.slot_attention_triton`` runs.
+``guided_spec.ops.attention.slot_attention_triton`` runs.
 """
 
 from __future__ import annotations

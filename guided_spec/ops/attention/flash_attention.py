@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 
 MODULE = "flash_attn_interface"
 LEAST_TOKENS = 1025  # of a line: up to here forwards are graphs, which it is not captured in

@@ -12,9 +12,8 @@ once, in a pass before the rows' own one, and combined as one part more.
 How many rows there are, and into how many parts texts are cut, are numbers that a kernel gets: each
 constant more is a kernel to compile before the first step.
 
-The grids depend on shapes only. Which row a tile belongs to, and how the parts of each text are
-cut, is worked out on the device: row r has the tiles from ``first query of r // ROWS + r`` on, as
-many as it needs at most, since it begins at most once within a tile that another row begins.
+The grids depend on shapes only. The device finds out which row a tile belongs to, and how texts are
+cut: row r has the tiles from ``first query of r // ROWS + r`` on, as many as it needs.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from guided_spec.ops.flash_attention import flash_attention, serves
+from guided_spec.ops.attention.flash_attention import flash_attention, serves
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
@@ -41,8 +40,8 @@ WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
 SHARED_SPLITS, BEHIND_SPLITS = 16, 2
 FEW_SPLITS = 16  # up to which one warp combines the parts
 LEAST_LINES = 32  # rows that one warp looks through at once
-WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
-LARGE = 128  # queries of a program where each multiprocessor has two all the same
+# Queries of a program: from so many on it reads whole tiles; and where each multiprocessor has two.
+WHOLE_FROM, LARGE = 64, 128
 
 
 class Tiling(NamedTuple):
@@ -73,7 +72,7 @@ def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Ti
     group, width = heads // num_kv_heads, min(width, tokens)
     tile = _tile(query, width * group)
     if tile.rows == WHOLE_FROM and 3 * width * group * num_kv_heads >= 2 * LARGE * PROGRAMS:
-        tile = tile._replace(rows=LARGE)  # keys are read half as often
+        tile = tile._replace(rows=LARGE)
     programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, tile.rows) * num_kv_heads
     wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
     useful = triton.next_power_of_2(triton.cdiv(view, tile.block))
@@ -119,7 +118,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """See ``guided_spec.ops.slot_attention``; the arguments on one CUDA device.
+    """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device.
 
     Groups of ``SharedPositions`` are not looked at where there is a window.
     tiling: by ``choose_tiling`` when None.
