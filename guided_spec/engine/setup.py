@@ -38,7 +38,9 @@ from guided_spec.masks.rows import TableWalk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import CaptureWindow
+from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.tree import require_tree_verifier
@@ -354,6 +356,8 @@ def _describe(engine: Engine) -> str:
     graphs = "without graphs"
     if target.device.type == "cuda":
         graphs = "CUDA graphs" if config.capture else "CUDA graphs as steps need them"
+        if target.runs_as == PackedDecoder.runs_as and target.dtype in DTYPES and is_installed():
+            graphs += ", long prompts by FlashAttention 3"
     memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
     return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}"
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,24 @@ def test_hybrids_share_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
             (output,) = llm.generate(["ab " * 60], SamplingParams(max_tokens=2))
             assert output.completions[0].stats.cached_tokens == 0
     assert "prefix cache off (a linear state has no beginning); drafts: none" in caplog.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_log_says_who_reads_long_prompts(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, is_there: bool
+) -> None:
+    monkeypatch.setattr(memory, "is_installed", lambda: is_there)
+    target = SimpleNamespace(
+        blocks=SimpleNamespace(num_blocks=8),
+        device=torch.device("cuda"),
+        dtype=dtype,
+        num_slots=2,
+        runs_as="packed forwards",
+    )
+    engine: Any = SimpleNamespace(model=target, config=EngineConfig(), takes_prefixes=True)
+    said = memory._describe(engine)
+    assert ("FlashAttention 3" in said) == (is_there and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize(
