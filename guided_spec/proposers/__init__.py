@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # names are listed where torch is not loaded
 Factory: TypeAlias = "Callable[[ProposerContext], Proposer | SimpleProposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
 AUTO = re.compile(r"(?<![^:+])auto(?![^:+])")  # a whole name, in a chain or alone
+_AUTO_AND_ARGUMENT = re.compile(r"(?<![^:+])auto:[^+]*")
 
 PROPOSERS: dict[str, str | Factory] = {
     "auto": "guided_spec.proposers:auto",
@@ -46,6 +47,9 @@ PROPOSERS: dict[str, str | Factory] = {
 }
 
 
+_PLAIN = ("grammar_forced", "ngram", "none", "suffix")  # take nothing behind a colon
+
+
 def register_proposer(name: str, factory: str | Factory) -> None:
     """Add a proposer: a callable that takes a ``ProposerContext``, or ``"module:Callable"``.
 
@@ -64,11 +68,19 @@ def proposer_names() -> list[str]:
 
 
 def require_proposer(spec: str) -> None:
-    """Raise UnknownProposerError for a spec with a name that nobody registered. Builds nothing."""
+    """Raise UnknownProposerError for a spec with a name that nobody registered, and ConfigError for
+    one with something behind a name that takes nothing. Builds nothing."""
     for member in spec.removeprefix("chain:").split("+"):
-        name = member.partition(":")[0]
+        name, _, argument = member.partition(":")
         if name not in proposer_names():
             raise _unknown(name)
+        _require_place(name, argument)
+
+
+def _require_place(name: str, argument: str) -> None:
+    if argument and name in _PLAIN:
+        fix = f"{name} takes nothing behind the colon: pass {name!r}"
+        raise ConfigError("proposer", f"{name}:{argument}", fix)
 
 
 def _unknown(name: str) -> UnknownProposerError:
@@ -79,9 +91,11 @@ def _unknown(name: str) -> UnknownProposerError:
 def build_proposer(spec: str, context: ProposerContext) -> Proposer:
     """Make the proposer that ``spec`` names: ``"ngram"``, ``"chain:grammar_forced+ngram"``, ...
 
-    Raises UnknownProposerError, and whatever the proposer's own constructor raises.
+    Raises UnknownProposerError, ConfigError for an argument that the proposer does not take, and
+    whatever its own constructor raises.
     """
     name, _, argument = spec.partition(":")
+    _require_place(name, argument)
     from guided_spec.core import from_propose  # loads torch
 
     return from_propose(_find(name)(replace(context, argument=argument)))
@@ -115,7 +129,10 @@ def resolve_auto(spec: str, context: ProposerContext) -> str:
     """
     if not AUTO.search(spec):
         return spec
-    return AUTO.sub(_fitting(context), spec).removesuffix(":")
+    name = _fitting(context)
+    if name in _PLAIN:  # what was asked of a model's drafts is nothing to one without a model
+        spec = _AUTO_AND_ARGUMENT.sub("auto", spec)
+    return AUTO.sub(name, spec).removesuffix(":")
 
 
 def _fitting(context: ProposerContext) -> str:

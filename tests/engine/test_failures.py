@@ -31,6 +31,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.proposers import require_proposer
 from guided_spec.types import SamplingParams
 from tests.engine.conftest import PATIENCE, Spy
 from tests.models.tiny import build
@@ -286,6 +287,14 @@ def test_an_unknown_proposer(name: str) -> None:
         return
     with pytest.raises(UnknownProposerError, match="must be one of auto, chain, "):
         make_llm("llama", name)
+
+
+@pytest.mark.parametrize("name", ["ngram:foo", "none:mask", "chain:grammar_forced+suffix:mask"])
+def test_a_proposer_that_takes_nothing_behind_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+        make_llm("llama", name)
+    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+        require_proposer(name)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "7"])

@@ -404,6 +404,9 @@ def test_auto_finds_the_method(taught: Any) -> None:
     model = build("qwen3", vocab_size=VOCAB_SIZE)
     with make_llm(model, "chain:ngram+auto", draft=model) as llm:
         assert llm.proposer == "chain:ngram+draft_model"
+    for asked, found in (("auto:mask", "ngram"), ("chain:suffix+auto:mask", "chain:suffix+ngram")):
+        with make_llm(build("llama", vocab_size=VOCAB_SIZE), asked) as llm:
+            assert llm.proposer == found
 
 
 def test_a_head_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
