@@ -122,6 +122,16 @@ def test_a_text_that_leaves_its_table_is_the_hosts_again() -> None:
     assert not own.begin("a", table, [*way, 3])
 
 
+def test_tokens_outside_of_the_vocabulary_are_none() -> None:
+    table = whole_table(2)
+    way, own = legal_way(table, 2), walks()
+    assert own.begin("a", table, [])
+    tokens = torch.tensor([[way[0], VOCABULARY, -1, 10**6, way[1]]], dtype=torch.int32)
+    own.commit(["a"], tokens, torch.tensor([5]))
+    expected = torch.from_numpy(table.row(table.states(0, way)[-1]))
+    assert torch.equal(rows_of(own.start(["a"]), 0, 1)[0], expected)
+
+
 def test_tables_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [whole_table(seed) for seed in range(3)]
     size = max(table.memory_size_bytes for table in tables)

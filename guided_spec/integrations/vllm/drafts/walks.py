@@ -72,7 +72,7 @@ class Walks:
         device: torch.device,
     ) -> None:
         known = None if own is None else torch.from_numpy(own).to(device)
-        self._device = device
+        self._device, self._vocab_size = device, vocab_size
         self._tables = DeviceTables(
             device, num_mask_words(vocab_size), TABLE_BYTES, lambda rows: drafter_rows(rows, known)
         )
@@ -123,7 +123,8 @@ class Walks:
     def commit(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """What a step sampled, as of ``GrammarRequests.note``; in all steps."""
         if self._walking:
-            follow(token_ids, num_tokens, self._texts_of(names), self._cursors)
+            known = token_ids.where(token_ids < self._vocab_size, -1)  # vLLM's are none beyond
+            follow(known, num_tokens, self._texts_of(names), self._cursors)
 
     def start(self, names: Sequence[str]) -> TableWalk | None:
         """The walk of a batch's drafts, from where its texts stand; None where none has a table.
