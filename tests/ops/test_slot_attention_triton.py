@@ -85,6 +85,9 @@ assert choose_tiling(query, 8, 6, 100)[:3] == (32, 64, 2)
 assert choose_tiling(query.repeat(64, 1, 1), 8, 6, 1152)[:3] == (32, 64, 1)
 assert choose_tiling(query.repeat(100, 1, 1), 8, 600, 1152)[:2] == (64, 64)
 assert choose_tiling(query.repeat(400, 1, 1), 8, 2400, 4096)[:4] == (128, 64, 1, 4)
+# Where tiles are masked, or heads are wider, large ones were not measured.
+assert choose_tiling(query.repeat(400, 1, 1), 8, 2400, 4096, 512)[:2] == (64, 64)
+assert choose_tiling(query.repeat(400, 1, 2), 8, 2400, 4096)[:2] == (64, 32)
 print("equal")
 """
 

@@ -63,15 +63,18 @@ class Tiling(NamedTuple):
         return self.splits.bit_length() - 1
 
 
-def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Tiling:
+def choose_tiling(
+    query: Tensor, num_kv_heads: int, width: int, view: int, window: int = 0
+) -> Tiling:
     """The tiling for query [N, Hq, D] in rows of about ``width`` tokens.
 
-    view: positions that the texts will have at most.
+    view: positions that the texts will have at most. window: 0 for none.
     """
-    tokens, heads, _ = query.shape
+    tokens, heads, size = query.shape
     group, width = heads // num_kv_heads, min(width, tokens)
     tile = _tile(query, width * group)
-    if tile.rows == WHOLE_FROM and 3 * width * group * num_kv_heads >= 2 * LARGE * PROGRAMS:
+    is_whole = tile.rows == WHOLE_FROM and size <= 128 and not window
+    if is_whole and 3 * width * group * num_kv_heads >= 2 * LARGE * PROGRAMS:
         tile = tile._replace(rows=LARGE)
     programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, tile.rows) * num_kv_heads
     wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
@@ -118,11 +121,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device.
-
-    Groups of ``SharedPositions`` are not looked at where there is a window.
-    tiling: by ``choose_tiling`` when None.
-    """
+    """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device. With a
+    window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
     if is_plain and serves(query, buffers, places):
         return flash_attention(query, buffers, places, scale=scale)
@@ -139,7 +139,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     rows = places.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
-    tile = choose_tiling(query, num_kv_heads, width, view) if tiling is None else tiling
+    tile = choose_tiling(query, num_kv_heads, width, view, window) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
     memory = (tables, tables.stride(0), max_length, block)
     fixed = (num_kv_heads, group, size, padded)
