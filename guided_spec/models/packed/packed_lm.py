@@ -262,7 +262,7 @@ class PackedLM:
         if rows.tree is not None:
             shape = shape._replace(is_tree=True)
             inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
-        fits = rows.fit(self._tables.max_length)
+        fits = not shape.has_graph and rows.fit(self._tables.max_length)
         body = partial(self._compute, shape.width, layers, fits=fits)
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
