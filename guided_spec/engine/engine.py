@@ -274,7 +274,9 @@ class Engine:
         num_decoding = len(self._scheduler.running(State.DECODE))
         budget = self.config.prefill_tokens
         if num_decoding:
-            budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
+            left = [request.num_unread for request in unread]
+            num_own = num_decoding * (1 + self.config.num_draft_tokens)
+            budget = tokens_along(left, num_decoding, num_own, budget)
         pieces = self._next_pieces(unread, budget)
         for piece in [piece for piece in pieces if self._decodes_along(piece)]:
             piece.request.state = State.DECODE

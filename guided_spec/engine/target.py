@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -23,6 +23,7 @@ from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed.graph_pool import filled
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.attention.slot_attention import CHAIN
@@ -404,18 +405,25 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 ALONG = 512
 # Steps that what waits to be read is spread over, where that is more and few texts wait for it. A
 # few prompts of thousands of tokens must not make steps longer, whole books that wait must.
-STEPS_TO_READ = 48
+STEPS_TO_READ = 64
 
 
-def tokens_along(unread: Sequence[int], num_decoding: int, most: int) -> int:
+def tokens_along(unread: Sequence[int], num_decoding: int, num_own: int, most: int) -> int:
     """Prompt tokens, of ``most``, that the next verify forward reads besides.
 
-    unread: of each text that waits for its prompt. num_decoding: texts that wait for the forward.
+    unread: of each text that waits for its prompt, in the order in which they are read.
+    num_decoding: texts that wait for the forward. num_own: tokens of theirs.
+
     The more tokens wait, and the more texts for each one that decodes, the longer may these wait
-    for a forward: all end sooner so.
+    for a forward: all end sooner so. It is cut so that it fills a graph: one token more would take
+    as long as the next graph does.
     """
     share = (len(unread) + num_decoding) / num_decoding
-    return min(max(ALONG, int(sum(unread) * share) // STEPS_TO_READ), most)
+    wanted = min(max(ALONG, int(sum(unread) * share) // STEPS_TO_READ), most)
+    # Behind the end of a prompt stands one token more, whose logits are asked for.
+    others = num_own + sum(end <= wanted for end in accumulate(unread))
+    room = filled(wanted + others) - others
+    return room if 2 * room >= wanted else wanted
 
 
 def begin_alike(text: GuidedText, other: GuidedText, length: int) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch, PromptPiece
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
-from guided_spec.engine.target import SlotTarget, tokens_along
+from guided_spec.engine.target import ALONG, SlotTarget, tokens_along
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.learned_head import LearnedHead
@@ -150,13 +154,28 @@ def test_long_prompts_are_read_in_pieces(
 
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
-    assert tokens_along([1], 1, 4096) == 512
-    assert tokens_along([48 * 513], 10_000, 4096) == 513
-    assert tokens_along([24 * 513, 24 * 513], 10_000, 4096) == 513
-    assert tokens_along([48 * 513], 1, 4096) == 2 * 513
-    assert tokens_along([3 * 513] * 16, 8, 4096) == 3 * 513
-    assert tokens_along([200_000], 4, 4096) == 4096
-    assert tokens_along([200_000], 4, 100) == 100
+    assert tokens_along([64 * 2000], 10_000, 0, 4096) == 2000
+    assert tokens_along([32 * 2000, 32 * 2000], 10_000, 0, 4096) == 2000
+    assert tokens_along([64 * 2000], 1, 0, 8192) == 2 * 2000
+    assert tokens_along([4 * 600] * 16, 8, 0, 4096) == 3 * 600
+    assert tokens_along([200_000], 4, 0, 2048) == 2048
+
+
+@given(st.lists(st.integers(1, 8000), min_size=1, max_size=64), st.integers(1, 64))
+def test_prompts_fill_the_graph_that_they_share(unread: list[int], num_decoding: int) -> None:
+    """A token more would take as long as the next graph does, and fewer would save nothing."""
+    own = 6 * num_decoding
+    found = tokens_along(unread, num_decoding, own, 4096)
+    ends = sum(end <= found for end in accumulate(unread))
+    total = found + own + ends
+    assert ALONG - 128 < found <= 4096
+    if total <= SIZES[-1]:
+        assert bucket(total) <= total + len(unread)  # but for prompts that end a little behind it
+
+
+def test_few_tokens_are_read_whatever_graphs_there_are() -> None:
+    assert tokens_along([100], 3, 18, 4) == 2
+    assert tokens_along([100], 100, 600, 8) == 8
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     return next((size for size in sizes if size >= count), count)
 
 
+def filled(count: int) -> int:
+    """The largest of ``SIZES`` that ``count`` fills; ``count`` itself beyond them, 1 or more."""
+    return count if count > SIZES[-1] else max(size for size in SIZES if size <= count)
+
+
 def row_sizes(most: int) -> list[int]:
     """The ``ROW_SIZES`` that drafts of up to so many rows need, the largest first."""
     largest = bucket(most, ROW_SIZES)
