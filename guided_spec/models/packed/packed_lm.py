@@ -23,6 +23,7 @@ from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
+from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
 from guided_spec.ops.attention.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
@@ -189,6 +190,11 @@ class LineShape(NamedTuple):
         """Whether a graph can be captured for it."""
         return self.size <= LARGEST_GRAPH
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it is computed in the way of long rows, which must fit their slots."""
+        return self.width >= LEAST_WIDTH
+
 
 class LineOutput(NamedTuple):
     """What a forward gave for tokens in one line; the next one overwrites it on CUDA.
@@ -262,12 +268,13 @@ class PackedLM:
         if rows.tree is not None:
             shape = shape._replace(is_tree=True)
             inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
-        fits = not shape.has_graph and rows.fit(self._tables.max_length)
+        fits = shape.is_long and rows.fit(self._tables.max_length)
         body = partial(self._compute, shape.width, layers, fits=fits)
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
-            key = (shape, layers) if shape.has_graph else None
+            has_graph = shape.has_graph and fits == shape.is_long
+            key = (shape, layers) if has_graph else None
             states, hidden = self._graphs.run(key, inputs, body, beside=beside)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
@@ -331,7 +338,7 @@ class PackedLM:
             if is_tree:
                 inputs["tree"] = torch.from_numpy(none.grown(size))
             key = (shape, layers) if shape.has_graph else None
-            body = partial(self._compute, shape.width, layers, fits=False)
+            body = partial(self._compute, shape.width, layers, fits=shape.is_long)
             if self._graphs.prepare(key, inputs, body):
                 yield
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,16 @@ class SlotPlaces:
             self._stored[block] = StoredAt(found, places % block)
         return self._stored[block]
 
+    @cached_property
+    def pages(self) -> Pages:
+        """The rows, as FlashAttention asks about them; nothing waits for the device."""
+        slots, first, ends = self.rows
+        starts = functional.pad(ends, (1, 0)).int()
+        counts = starts.diff()
+        lengths, used = first + counts, (counts > 0) & (slots >= 0)
+        tables = self.tables[slots.clamp_min(0)]
+        return Pages(starts, lengths.where(used, 0).int(), tables)
+
     def seen(self, block: int, window: int = 0) -> list[SeenRow]:
         """What each used row sees; window: 0 for none."""
         if (block, window) not in self._seen:
@@ -146,6 +157,18 @@ class StoredAt(NamedTuple):
 
     blocks: Tensor
     within: Tensor
+
+
+class Pages(NamedTuple):
+    """What FlashAttention's kernel asks about the rows of a line, on their device.
+
+    starts: int32 [R + 1], where each row begins in the line, and where the last one ends. lengths:
+    int32 [R], positions of each text with the row's tokens. tables: int32 [R, P], of each row.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
 
 
 class SeenRow(NamedTuple):

@@ -129,6 +129,29 @@ def test_lines_without_a_graph_take_kernels_that_are_there(
             assert kernels(total, batch) in there, (total, batch)
 
 
+def test_long_lines_that_do_not_fit_their_slots_have_no_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs of long lines are captured with kernels that nothing may go past the slots in."""
+    monkeypatch.setattr(packed_lm, "LEAST_WIDTH", 4)
+    keys, run = list[Any](), GraphPool.run
+
+    def spy(pool: GraphPool, key: Any, *args: Any, **kwargs: Any) -> Any:
+        keys.append(key)
+        return run(pool, key, *args, **kwargs)
+
+    monkeypatch.setattr(GraphPool, "run", spy)
+    lm = CausalLM(make("llama"), num_slots=2, max_length=20, kernels="packed")
+    states = [
+        lm.forward_line(torch.arange(count), Rows([slot], [0], [count])).states
+        for slot, count in ((0, 20), (1, 23))
+    ]
+    assert [key is None for key in keys[-2:]] == [False, True]
+    torch.testing.assert_close(states[1][:20], states[0])
+    lm.forward_line(torch.arange(2), Rows([0], [19], [2]))  # a short one, whose end is lost
+    assert keys[-1] is not None
+
+
 def test_a_line_that_no_blocks_are_left_for() -> None:
     lm = CausalLM(make("llama"), num_slots=2, max_length=150, kernels="packed", num_blocks=2)
     count = BLOCK + 8
