@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Kernels = Literal["auto", "packed", "stock"]
 GrammarTables = Literal["auto", "always", "off"]
+Drafting = Literal["auto", "always"]
 
 LARGEST_DRAFT = 64
 LARGEST_TREE = 63  # tokens behind a text, all of which an int64 tells apart
@@ -32,6 +33,9 @@ class EngineConfig:
     tree_nodes: tokens of a draft that is a tree at most, 0 to 63: besides the draft itself, the
         best legal branches that its head or model knows, where a step has few requests
         (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
+    drafting: "auto" leaves drafts where few are accepted and steps without write more tokens a
+        second, as far as no text depends on them: greedy texts, and all under "coupled". "always"
+        drafts in every step.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
@@ -71,6 +75,7 @@ class EngineConfig:
 
     num_draft_tokens: int = 5
     tree_nodes: int = 0
+    drafting: Drafting = "auto"
     max_forced_tokens: int = 32
     max_batch_size: int = 16
     max_model_len: int | None = None
@@ -102,6 +107,7 @@ class EngineConfig:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
+        _require_one_of("drafting", self.drafting, get_args(Drafting))
         _require_one_of("grammar_tables", self.grammar_tables, get_args(GrammarTables))
         _require_one_of("verifier", self.verifier, get_args(Verifier))
         _require_one_of("kernels", self.kernels, get_args(Kernels))

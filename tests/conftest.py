@@ -37,19 +37,21 @@ def pytest_configure() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     torch.set_num_threads(1 if is_worker else 2)
-    _set_tables(os.environ.get("GUIDED_SPEC_TEST_TABLES", "off"))
+    _set_defaults(os.environ.get("GUIDED_SPEC_TEST_TABLES", "off"))
 
 
-def _set_tables(when: str) -> None:
-    """What ``EngineConfig.grammar_tables`` is unless told: no process makes tables beside tests.
+def _set_defaults(grammar_tables: str) -> None:
+    """What ``EngineConfig`` has unless told: no clock decides whether a step drafts, and no process
+    makes tables beside tests.
 
-    "always" puts the whole suite on tables, wherever they apply.
+    grammar_tables: "always" puts the whole suite on tables, wherever they apply.
     """
     from guided_spec.config import EngineConfig  # behind the variables above
 
     defaults: Any = EngineConfig.__init__.__kwdefaults__
-    assert "grammar_tables" in defaults
-    defaults["grammar_tables"] = when
+    for name, value in (("grammar_tables", grammar_tables), ("drafting", "always")):
+        assert name in defaults
+        defaults[name] = value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

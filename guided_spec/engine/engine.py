@@ -22,6 +22,7 @@ from guided_spec.core import (
     PromptPiece,
     Proposer,
 )
+from guided_spec.engine.pace import Pace
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
@@ -104,6 +105,11 @@ class Engine:
         self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         self._is_parallel = is_parallel(model.model)
+        # By its clock a step drafts or does not: those of several processes differ. Trees have
+        # their own share of what a step may take.
+        is_steady = config.drafting == "always" or config.tree_nodes > 0 or self._is_parallel
+        has_pace = not is_steady and config.num_draft_tokens > 0
+        self._pace = Pace(config.num_draft_tokens) if has_pace else None
 
     @property
     def has_work(self) -> bool:
@@ -474,14 +480,26 @@ class Engine:
                 self._grow(request, len(request.text.tokens) + self.config.longest_draft)
         return self._scheduler.running(State.DECODE)
 
-    def _batch(self, requests: Sequence[Request], along: Sequence[Piece]) -> DecodeBatch:
+    def _pace_of(self, requests: Sequence[Request]) -> Pace | None:
+        """What says whether their step drafts; None: it does.
+
+        A text that is drawn by what is drafted must not depend on who else is drafted for.
+        """
+        is_free = self.config.verifier == "coupled" or all(
+            request.job.params.temperature == 0 for request in requests
+        )
+        return self._pace if is_free else None
+
+    def _batch(
+        self, requests: Sequence[Request], along: Sequence[Piece], num_draft_tokens: int
+    ) -> DecodeBatch:
         """What the step reads and decodes."""
         slots = [request.text.slot for request in requests]
         coming = {piece.tokens.slot for piece in along}
         features = self._target.take_features(slots, coming) if self._layers else ()
         texts = [request.text for request in requests]
         return replace(
-            self._batches.make(texts, self.config.num_draft_tokens),
+            self._batches.make(texts, num_draft_tokens),
             features=features,
             traced=[at for at, request in enumerate(requests) if request.trace is not None],
             prompts=[piece.tokens for piece in along],
@@ -495,8 +513,11 @@ class Engine:
             return
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
-        batch = self._batch(requests, along)
-        started = time.perf_counter() if batch.traced else 0.0
+        pace, count = self._pace_of(requests), self.config.num_draft_tokens
+        if pace is not None:
+            count = pace.num_draft_tokens(len(requests))
+        batch = self._batch(requests, along, count)
+        started = time.perf_counter()
         carry, self._carry = self._carry, None
         step = speculative_step(
             self._target,
@@ -507,13 +528,12 @@ class Engine:
         )
         self._carry = step.carry
         with named_range("commit"):
-            if step.branch is not None:
-                step.lookahead.follow(step.branch.path.wait().tolist())
-            committed = commit(batch, step.accepted, step.packed)
-            num_accepted = [row.num_accepted for row in committed]
-            self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
-        num_drafted = step.num_drafted.wait().tolist()
-        _count(requests, step, num_drafted, num_accepted)
+            committed = self._commit(batch, step)
+        _count(requests, step, committed)
+        if pace is not None:
+            has_read = bool(batch.prompts or batch.begun)
+            seconds = None if has_read else time.perf_counter() - started
+            pace.count(len(requests), sum(len(row.token_ids) for row in committed), seconds)
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -523,6 +543,15 @@ class Engine:
                 self._remember(request, len(request.text.tokens) - 1)
         self._begin_decoding([piece.request for piece in along])
 
+    def _commit(self, batch: DecodeBatch, step: Step) -> list[Committed]:
+        """What a step gave every text."""
+        if step.branch is not None:
+            step.lookahead.follow(step.branch.path.wait().tolist())
+        committed = commit(batch, step.accepted, step.packed)
+        num_accepted = [row.num_accepted for row in committed]
+        self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
+        return committed
+
 
 def _next_piece(request: Request, most: int) -> Piece:
     """Up to ``most`` tokens of what is not read of a request."""
@@ -531,14 +560,13 @@ def _next_piece(request: Request, most: int) -> Piece:
     return Piece(request, PromptPiece(request.text.slot, start, request.text.tokens[start:end]))
 
 
-def _count(
-    requests: Sequence[Request], step: Step, drafted: list[int], accepted: list[int]
-) -> None:
+def _count(requests: Sequence[Request], step: Step, committed: Sequence[Committed]) -> None:
     """Enter a step into its requests' statistics."""
     lookahead = step.lookahead
     share = lookahead.fill_seconds / len(requests)
     ahead = (lookahead.forced, lookahead.starved, lookahead.is_tabled)
-    rows = zip(drafted, accepted, *ahead, strict=True)
+    accepted = [row.num_accepted for row in committed]
+    rows = zip(step.num_drafted.wait().tolist(), accepted, *ahead, strict=True)
     for request, row, known in zip(requests, rows, lookahead.drafted, strict=True):
         num_drafted, num_accepted, forced, starved, is_tabled = row
         stats = request.stats

@@ -116,10 +116,11 @@ class LearnedHead(Proposer):
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
         self._commit_read_ahead(batch, carry)
         self._read(batch)
-        if batch.num_draft_tokens == 0:  # another draft of the step is on its way
-            return FinishedDraft(no_draft(batch), (0,) * len(batch))
+        carry_on = partial(self.read_ahead, batch)
+        if batch.num_draft_tokens == 0:
+            return FinishedDraft(no_draft(batch), (0,) * len(batch), carry_on)
         rows = self._open_rows(batch, lookahead)
-        return self._draft(batch, lookahead, rows).in_flight(partial(self.read_ahead, batch))
+        return self._draft(batch, lookahead, rows).in_flight(carry_on)
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download

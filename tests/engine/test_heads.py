@@ -5,6 +5,7 @@ Every head is taught the plain texts first, so that drafts are accepted, raggedl
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine.outputs import Completion
+from guided_spec.engine.pace import Pace
 from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -347,6 +349,29 @@ def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, ta
     for proposer in ("eagle3", "chain:ngram+eagle3:validate"):
         found = taught("eagle3").generate(proposer, PARAMS, num_draft_tokens=0)
         assert tokens(found) == tokens(taught("eagle3").guided)
+
+
+@pytest.mark.parametrize("kernels", ["stock", "packed"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_may_draft_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, kernels: str
+) -> None:
+    """It reads the text all the same, and drafts as well as it did where it goes on."""
+    known, counts = taught(method), Counter[int]()
+    dice, own = random.Random(0), Pace.num_draft_tokens
+
+    def num_draft_tokens(pace: Pace, num_texts: int) -> int:
+        found = dice.choice([0, own(pace, num_texts)])
+        counts[found] += 1
+        return found
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    for proposer in (method, f"chain:grammar_forced+{method}"):
+        options: Any = {"max_batch_size": 3, "drafting": "auto", "kernels": kernels}
+        found = known.generate(proposer, PARAMS, **options)
+        assert tokens(found) == tokens(known.guided)
+        assert sum(sum(c.stats.accepted) for c in found) > 5
+    assert len(counts) == 2
 
 
 def test_samples_share_a_prompt(taught: Any) -> None:

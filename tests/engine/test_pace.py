@@ -1,0 +1,162 @@
+"""Steps draft where that writes more tokens a second, and the texts are the same either way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guided_spec import step
+from guided_spec.engine import engine, pace
+from guided_spec.engine.pace import Pace
+from guided_spec.types import SamplingParams
+from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
+from tests.tiny_llm import make_llm, near_copy, tiny_model
+
+K = 5
+
+
+class World(NamedTuple):
+    """tokens: that a text gets in a step with drafts. cost: seconds of it, where one without takes
+    one second."""
+
+    tokens: float
+    cost: float
+
+    def of(self, count: int) -> tuple[float, float]:
+        """Tokens and seconds of a step."""
+        return (self.tokens, self.cost) if count else (1.0, 1.0)
+
+
+class Run(NamedTuple):
+    """Of many steps: how many drafted, the tokens of a text, and the seconds."""
+
+    drafted: int
+    tokens: float
+    seconds: float
+
+
+def run(
+    one: Pace, world: World, steps: int, texts: int, reads: Callable[[int], bool] = lambda _: False
+) -> Run:
+    """reads: in which steps prompts are read besides, which takes any time."""
+    drafted, gained, took = 0, 0.0, 0.0
+    for at in range(steps):
+        count = one.num_draft_tokens(texts)
+        assert count in (0, K)
+        tokens, seconds = world.of(count)
+        one.count(texts, round(tokens * texts), None if reads(at) else seconds)
+        drafted, gained, took = drafted + (count > 0), gained + tokens, took + seconds
+    return Run(drafted, gained, took)
+
+
+def test_good_drafts_are_made_in_every_step() -> None:
+    assert run(Pace(K), World(4.7, 4.0), 2000, 64).drafted == 2000
+    assert run(Pace(K), World(3.5, 1.4), 2000, 1).drafted == 2000
+
+
+def test_drafts_that_cost_more_than_they_bring_are_left() -> None:
+    found = run(Pace(K), World(1.25, 2.5), 4000, 64)
+    assert found.drafted < 200
+    assert run(Pace(K), World(1.25, 2.5), 4000, 1).drafted < 700
+
+
+def test_drafts_that_bring_little_and_cost_less_are_made() -> None:
+    assert run(Pace(K), World(2.0, 1.4), 4000, 8).drafted > 3800
+
+
+def test_texts_change() -> None:
+    one = Pace(K)
+    run(one, World(1.0, 3.0), 1000, 32)
+    assert run(one, World(5.0, 3.0), 3000, 32).drafted > 1800
+    assert run(one, World(1.0, 3.0), 4000, 32).drafted < 700
+
+
+def test_each_number_of_texts_goes_its_own_way() -> None:
+    one = Pace(K)
+    for _ in range(50):
+        run(one, World(2.0, 1.2), 40, 1)
+        run(one, World(2.0, 3.0), 40, 64)
+    assert run(one, World(2.0, 1.2), 200, 1).drafted > 150
+    assert run(one, World(2.0, 3.0), 200, 64).drafted < 50
+
+
+def test_steps_that_read_prompts_tell_nothing() -> None:
+    one = Pace(K)
+    assert run(one, World(1.0, 3.0), 500, 8, lambda _: True).drafted == 500
+    found = run(one, World(1.0, 3.0), 4000, 8, lambda at: at % 3 > 0)
+    assert found.drafted < 800
+
+
+@given(st.floats(1, 6), st.floats(1, 5), st.sampled_from([1, 5, 64, 300]))
+def test_neither_way_alone_is_much_faster(brings: float, cost: float, texts: int) -> None:
+    found = run(Pace(K), World(brings, cost), 8000, texts)
+    best = max(1.0, brings / cost)
+    if brings - 1 >= K / 2:  # drafts are not doubted
+        best = brings / cost
+    assert found.tokens / found.seconds > best / (1.15 if texts > 1 else 1.25)
+
+
+@pytest.fixture
+def by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps draft or do not, by chance; returns how many draft tokens each might have."""
+    dice, counts, own = random.Random(0), list[int](), Pace.num_draft_tokens
+
+    def num_draft_tokens(one: Pace, num_texts: int) -> int:
+        counts.append(dice.choice([0, own(one, num_texts)]))
+        return counts[-1]
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    return counts
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_the_texts_are_the_same(by_chance: list[int], proposer: str) -> None:
+    draft = near_copy("llama") if "draft_model" in proposer else None
+    found = generate("llama", proposer, draft, max_batch_size=3, drafting="auto")
+    assert tokens(found) == tokens(plain("llama"))
+    assert len({*by_chance}) == 2
+
+
+@pytest.mark.parametrize(
+    ("verifier", "temperature", "asks"),
+    [("rejection", 0.0, True), ("rejection", 1.0, False), ("coupled", 1.0, True)],
+)
+def test_no_draft_depends_on_others_where_a_text_depends_on_it(
+    by_chance: list[int], verifier: str, temperature: float, *, asks: bool
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
+    found = []
+    for drafting in ("auto", "always"):
+        options: Any = {"verifier": verifier, "drafting": drafting, "max_batch_size": 3}
+        with make_llm("llama", "ngram", **options) as llm:
+            found.append([one.text for one in llm.generate(PROMPTS, params)])
+        assert bool(by_chance) == asks
+        if drafting == "auto":
+            calls = len(by_chance)
+    assert len(by_chance) == calls  # "always" asks nobody
+    assert found[0] == found[1]
+
+
+def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock: a step with drafts takes ten times as long here."""
+    clock = [0.0]
+
+    def commit(batch: Any, *arguments: Any) -> Any:
+        clock[0] += 10.0 if batch.num_draft_tokens else 1.0
+        return step.commit(batch, *arguments)
+
+    monkeypatch.setattr(engine, "commit", commit)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(pace, "SHORTEST", 200)
+    with make_llm("llama", "draft_model", tiny_model("qwen3"), drafting="auto") as llm:
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        (output,) = llm.generate("A", params)
+    stats = output.completions[0].stats
+    assert sum(stats.accepted) < stats.steps  # it knows nothing of this target
+    assert 60 < stats.drafted[0] < 200
