@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from guided_spec.models.packed.graph_pool import ROW_SIZES, bucket
 
-FEW, SAMPLES = 8, 64  # steps of a trial at least, and texts that drafted in them
+FEW, SAMPLES = 4, 64  # steps of a trial at least, and texts that drafted in them
 SHORTEST, LONGEST = 64, 1024  # steps until the other way is tried again
 MARGIN = 1.05  # times as fast have steps without drafts to be
 FORGETS = 1 / 16  # weight of the last step in a mean
