@@ -166,18 +166,29 @@ class DeviceTables:
 
     def _hold(self, table: TokenTable) -> _Held:
         assert table.rows.shape[1] == self._words  # else kernels would read what lies behind
-        classes, then, rows = (
-            torch.tensor(part).to(self._device) for part in (table.classes, table.then, table.rows)
-        )
+        classes, then = self._upload(table.classes), self._upload(table.then)
+        rows = self._upload(table.rows)
         if self._prepare is not None:
             rows = self._prepare(rows)
         at = rows.data_ptr() + table.row_of.astype(np.int64) * rows.stride(0) * rows.itemsize
-        row_at = torch.as_tensor(at, device=self._device)
+        row_at = self._upload(at)
         count, width = table.then.shape
         cursors = np.empty((count, CURSOR), dtype=np.int64)
         cursors[:, :STATE] = classes.data_ptr(), then.data_ptr(), width, row_at.data_ptr()
         cursors[:, STATE], cursors[:, SOURCE] = np.arange(count), at
         return _Held((classes, then, rows, row_at), cursors)
+
+    def _upload(self, part: NDArray[Any]) -> Tensor:
+        """A copy on the device, behind what was launched on the current stream; not waited for.
+
+        Whoever reads it is launched on that stream too, or waits for it.
+        """
+        own = torch.tensor(part)
+        if self._device.type == "cuda":
+            # From other memory the host would wait until the device has done all before. torch
+            # keeps this as long as the copy needs it.
+            own = own.pin_memory()
+        return own.to(self._device, non_blocking=True)
 
 
 class XGrammarBatch:

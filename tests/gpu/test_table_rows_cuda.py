@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.masks.rows import MaskRows
+from guided_spec.integrations.vllm.drafts.walks import drafter_rows
+from guided_spec.masks.rows import DeviceTables, MaskRows
 from guided_spec.ops import table_rows
 from guided_spec.ops.mailbox import UNTICKETED, Mailbox, Told, answer, fetch_rows
 from guided_spec.ops.table_rows import SOURCE
-from tests.ops.table_walks import STEPS, cases, compare, host_walk, start
+from tests.ops.table_walks import STEPS, cases, compare, host_walk, random_table, start
 from tests.toys import row_writer
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +20,22 @@ CUDA = torch.device("cuda")
 
 def test_the_kernels_go_where_the_tables_say() -> None:
     compare(table_rows, CUDA)
+
+
+def test_the_host_waits_for_no_upload() -> None:
+    table = random_table(3, 4100)
+    own = torch.full((table.rows.shape[1],), 5, dtype=torch.int32, device=CUDA)
+    placed = DeviceTables(CUDA, len(own), 2**24, lambda rows: drafter_rows(rows, own))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cursor = placed.cursor(table, 2, ())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cursor is not None
+    found = torch.zeros(1, len(own), dtype=torch.int32, device=CUDA)
+    table_rows.copy_rows(torch.tensor([cursor[SOURCE]], device=CUDA), found)
+    row = torch.from_numpy(table.row(2)).to(CUDA).unsqueeze(0)
+    assert torch.equal(found, drafter_rows(row, own)[:, : len(own)])
 
 
 def test_a_graph_that_knows_no_table_walks_along_any() -> None:
