@@ -32,11 +32,6 @@ class Download:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
-    @property
-    def is_there(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._copied is None or self._copied.query()
-
     def wait(self) -> Tensor:
         """The tensor on the host, once it is there."""
         if self._copied is not None:

@@ -118,6 +118,8 @@ class GrammarRequests:
         needed: every rank must draft the same tokens, and so have it from the same step on.
     has_tables: whether grammars get tables, for ``walk_with``.
 
+    What is recorded of the texts, and when, depends on no clock: ranks do the same in each step.
+
     Raises ModelError for a tokenizer that cannot be read.
     """
 
@@ -126,6 +128,9 @@ class GrammarRequests:
         backend = TabledGrammars(self._grammars) if has_tables else self._grammars
         self._queue = GrammarCompileQueue(backend, max_workers=1, size_of_more=table_bytes)
         self._waits = config.parallel_config.tensor_parallel_size > 1
+        # With asynchronous scheduling vLLM begins a step before it has seen what the last ones
+        # sampled, as many as there are pipeline ranks. It has seen all before: nothing waits there.
+        self._num_ahead = config.parallel_config.pipeline_parallel_size
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
         self._walks: Walks | None = None
@@ -209,13 +214,13 @@ class GrammarRequests:
     def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
 
-        Nothing waits for the device. Tokens outside of the vocabulary are none.
+        Nothing waits for this step. Tokens outside of the vocabulary are none.
         """
         if not self.any_grammar(names):
             return
         if self._walks is not None:
             self._walks.commit(names, token_ids, num_tokens)
-        while self._noted and self._noted[0].packed.is_there:
+        while len(self._noted) > self._num_ahead:
             self._record_first()
         counts = num_tokens.view(-1, 1).to(token_ids.dtype)
         packed = torch.cat([counts, token_ids], 1)  # a copy: vLLM may use its memory again
@@ -259,10 +264,12 @@ class GrammarRequests:
         return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
-        """As ``stand``; None also where that would wait for the device, or for a grammar."""
-        if not all(noted.packed.is_there for noted in self._noted):
-            return None
-        self._record()
+        """As ``stand``; None also where that would wait for a grammar.
+
+        vLLM has seen what was sampled for the request, as it has to fill the masks of a step.
+        """
+        while any(name in noted.names for noted in self._noted):
+            self._record_first()
         return self._follow(name, waits=self._waits)
 
     def on_host(

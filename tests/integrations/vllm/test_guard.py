@@ -20,7 +20,6 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
 from guided_spec.integrations.vllm import requests as vllm_requests  # noqa: E402
-from guided_spec.ops.host import Download  # noqa: E402
 from tests.integrations.vllm.guarded import (  # noqa: E402
     HISTORIES,
     LEGAL,
@@ -31,7 +30,7 @@ from tests.integrations.vllm.guarded import (  # noqa: E402
     first_letter,
     ids,
 )
-from tests.integrations.vllm.parts import RELEASE, Step, make_config  # noqa: E402
+from tests.integrations.vllm.parts import RELEASE, Step, make_config, wait_for_grammar  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -132,16 +131,13 @@ def test_rows_behind_a_refused_draft_stay_open(make: Make) -> None:
     assert world.check() is world.output
 
 
-def test_rows_of_another_place_are_stale_where_that_costs_no_wait(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_another_place_are_stale(make: Make) -> None:
     world = World(make)
     swap(world)
-    if make is NewRunner:
-        with monkeypatch.context() as late:
-            late.setattr(Download, "is_there", False)
-            assert world.check() is world.output  # the texts are on the device
-    world.know()
+    guard = vllm_guard.guard_of(world.runner)
+    assert guard is not None
+    for name in LEGAL:
+        wait_for_grammar(guard.requests, name)
     found = world.check()
     assert {name: world.legal(found, name) for name in LEGAL} == LEGAL
     assert counted() == {"stale": 6}

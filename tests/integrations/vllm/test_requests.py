@@ -55,7 +55,8 @@ def config() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_requests, "VllmGrammars", Grammars)
         # Several ranks wait for their grammars: nothing here depends on time.
-        yield SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+        parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+        yield SimpleNamespace(parallel_config=parallel)
 
 
 def note(requests: GrammarRequests, sampled: dict[str, list[int]]) -> None:
@@ -89,28 +90,39 @@ def test_steps_without_a_draft_are_made_up_for(config: Any) -> None:
     assert committed(requests, "a") == [0, 1, 2, 0, 1, 2, 2]
 
 
-def test_what_waits_on_the_device_is_bounded(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is three steps behind, and nobody asks where the grammar stands."""
+def test_a_step_is_read_at_the_second_one_behind_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the device is: so ranks read the same in each step. vLLM's scheduler has had the
+    tokens by then, so that nothing is waited for."""
+    read = list[int]()
 
-    class Late(Download):
+    class Numbered(Download):
         begun = 0
 
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
-            Late.begun += 1
-            self._number = Late.begun
+            Numbered.begun += 1
+            self._number = Numbered.begun
 
-        @property
-        def is_there(self) -> bool:
-            return self._number <= Late.begun - 3
+        def wait(self) -> torch.Tensor:
+            read.append(self._number)
+            return super().wait()
 
-    monkeypatch.setattr(vllm_requests, "Download", Late)
+    monkeypatch.setattr(vllm_requests, "Download", Numbered)
     requests = GrammarRequests(config)
     requests.add("a", LETTERS, [])
+    requests.add("b", LETTERS, [])
     for at in range(50):
         note(requests, {"a": [at % 3]})
-        assert 1 <= len(requests._noted) <= 4
-    assert committed(requests, "a") == [at % 3 for at in range(50)]
+        assert len(read) == max(0, at - 1)
+    note(requests, {"b": [0]})
+    constraint = requests.at_hand("a")  # what was sampled for others is not waited for
+    assert constraint is not None
+    assert constraint.committed == [at % 3 for at in range(50)]
+    assert len(read) == 50
+    assert committed(requests, "b") == [0]
+    assert read == [*range(1, 52)]
 
 
 def test_tokens_that_vllm_takes_back_are_forgotten(config: Any) -> None:
