@@ -25,7 +25,6 @@ from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.tables.tabled import TabledGrammar, table_bytes
-from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.integrations.host_drafter import HostRequest
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.backend import (
@@ -35,6 +34,7 @@ from guided_spec.integrations.vllm.backend import (
     ending_with,
 )
 from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.ranks import LATER, NEVER, OneRank, Ranks
 from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, ReasoningSpan
 from guided_spec.masks.constraint import Constraint
 from guided_spec.ops.host import Download
@@ -88,13 +88,18 @@ class ShadowConstraint:
         return None if constraint.is_terminated else constraint
 
     @property
-    def table(self) -> TokenTable | None:
-        """Of its grammar; None as long as that has none."""
+    def tabled(self) -> TabledGrammar | None:
+        """Its grammar, where it has a table or may get one."""
         future = self._future
-        if self._stops or not future.done() or future.cancelled() or future.exception() is not None:
+        if self._stops or future.cancelled() or future.exception() is not None:
             return None
         grammar = future.result()
-        return grammar.table if isinstance(grammar, TabledGrammar) else None
+        return grammar if isinstance(grammar, TabledGrammar) else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its grammar is, or has failed to."""
+        return self._future.done()
 
     def again(self) -> ShadowConstraint:
         """The same request's, whose text is read from its beginning."""
@@ -134,6 +139,7 @@ class GrammarRequests:
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
         self._walks: Walks | None = None
+        self._ranks: Ranks = OneRank()
         self._new_slots = itertools.count()
         self._release: Callable[[Sequence[int]], None] | None = None
 
@@ -156,7 +162,8 @@ class GrammarRequests:
     ) -> None:
         """A request begins, or goes on after it was preempted, behind its ``output`` tokens.
 
-        prompt: its tokens; empty where it was passed as embeddings.
+        ``begin_walks`` follows, once for all that begin. prompt: its tokens; empty where it was
+        passed as embeddings.
         """
         self._forget(name)
         text, slot = [*prompt, *output], next(self._new_slots)
@@ -167,7 +174,24 @@ class GrammarRequests:
             stops = self._grammars.stops_of(sampling_params)
             asked.shadow = ShadowConstraint(self._queue.submit(spec), stops)
             asked.span = self._grammars.span_of(sampling_params, prompt)
-            self._begin_walk(name)
+
+    def begin_walks(self, names: Iterable[str]) -> None:
+        """Of these requests, those that can on all ranks walk along their tables from here on.
+
+        What they committed has been recorded, or they have begun just now. All ranks ask about the
+        same ones: whether a rank has a table does not count there.
+        """
+        walks = self._walks
+        if walks is None:
+            return
+        names = [name for name in names if self._may_walk(name)]
+        if not names:
+            return
+        marks = self._ranks.agree([self._begin_walk(name, walks) for name in names])
+        for name, mark in zip(names, marks, strict=True):
+            self._asked[name].may_walk = mark != NEVER
+            if mark <= LATER:
+                walks.forget(name)
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -185,6 +209,7 @@ class GrammarRequests:
             del text[start:]
             asked.shadow = asked.shadow and asked.shadow.again()
             asked.span = asked.span and asked.span.again()
+            asked.may_walk = True
         text.extend(output[len(text) - start :])
         asked.sure = len(text)
 
@@ -197,9 +222,12 @@ class GrammarRequests:
         """Whether this very list was the last to be added or stated for a request."""
         return self._asked[name].stated is output
 
-    def walk_with(self, walks: Walks) -> None:
-        """Requests whose grammars have tables walk along them from now on."""
-        self._walks = walks
+    def walk_with(self, walks: Walks, ranks: Ranks) -> None:
+        """Requests whose grammars have tables walk along them from now on.
+
+        ranks: those that do so in the same steps.
+        """
+        self._walks, self._ranks = walks, ranks
 
     def any_grammar(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar."""
@@ -208,8 +236,7 @@ class GrammarRequests:
 
     def any_on_host(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar, and does not walk along its table."""
-        walks = self._walks
-        return self.any_grammar(name for name in names if walks is None or name not in walks)
+        return self.any_grammar(name for name in names if not self._walks_now(name))
 
     def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
@@ -234,11 +261,12 @@ class GrammarRequests:
         complete, or does not fit its tokens; and for one that walks, now or from here on.
         """
         written = self._record()
-        found = list[Constraint | None]()
-        for name in names:
-            is_here = name in written and not self._begin_walk(name)
-            found.append(self._follow(name, waits=self._waits) if is_here else None)
-        return found
+        self.begin_walks(name for name in names if name in written)
+        is_here = [name in written and not self._walks_now(name) for name in names]
+        return [
+            self._follow(name, waits=self._waits) if is_one else None
+            for name, is_one in zip(names, is_here, strict=True)
+        ]
 
     def stand(self, names: Iterable[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for both.
@@ -321,20 +349,30 @@ class GrammarRequests:
                     self._walks.read(name, new)
         return written
 
-    def _begin_walk(self, name: str) -> bool:
-        """Whether a request walks along its table, already or from here on.
+    def _walks_now(self, name: str) -> bool:
+        return self._walks is not None and name in self._walks
 
-        What it committed has been recorded, or it has begun just now.
-        """
-        walks, asked = self._walks, self._asked.get(name)
-        if walks is None or asked is None or asked.shadow is None:
+    def _may_walk(self, name: str) -> bool:
+        """Whether a request that does not walk may begin to, as far as all ranks know."""
+        asked = self._asked.get(name)
+        if asked is None or asked.shadow is None or not asked.may_walk or self._walks_now(name):
             return False
-        if name in walks:
-            return True
-        table, start = asked.shadow.table, asked.start
-        if table is None or start is None or asked.is_over:
-            return False
-        return walks.begin(name, table, asked.text[start:])
+        return asked.start is not None and not asked.is_over
+
+    def _begin_walk(self, name: str, walks: Walks) -> int:
+        """Begin on this rank, if it can; returns what it tells the others, see ``Ranks``."""
+        asked = self._asked[name]
+        assert asked.shadow is not None
+        if not asked.shadow.is_compiled:
+            return LATER
+        tabled = asked.shadow.tabled
+        if tabled is None or tabled.reason is not None:
+            return NEVER
+        return (
+            LATER
+            if tabled.table is None
+            else walks.begin(name, tabled.table, asked.text[asked.start :])
+        )
 
     def _follow(self, name: str, *, waits: bool) -> Constraint | None:
         asked = self._asked[name]
@@ -380,6 +418,7 @@ class _Asked:
 
     text: prompt and output, the first ``prompt_length`` tokens the prompt, and the first ``sure``
     ones as vLLM stated them. slot: unlike any other.
+    may_walk: False once it is sure that the text leads along no table.
     shadow: None for free text. span: the reasoning in front of the grammar's part of the output;
     None where there is none.
     """
@@ -390,6 +429,7 @@ class _Asked:
     prompt_length: int
     sure: int
     slot: int
+    may_walk: bool = True
     shadow: ShadowConstraint | None = None
     span: ReasoningSpan | None = None
 
@@ -455,13 +495,16 @@ def note_states(runner: Any, requests: GrammarRequests) -> None:
     gets a new list, with all its tokens.
     """
     requests.keep(runner.requests)
+    added = []
     for name in runner.input_batch.req_ids:
         state = runner.requests[name]
         output = state.output_token_ids
         if not requests.knows(name, state.sampling_params):
             requests.add(name, state.sampling_params, output, state.prompt_token_ids or ())
+            added.append(name)
         elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
             requests.restate(name, output)
+    requests.begin_walks(added)
 
 
 def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -481,6 +524,7 @@ def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
                     new.prefill_token_ids[prompt_len:],
                 )
                 requests.add(new.req_id, new.sampling_params, output, prompt)
+            requests.begin_walks([new.req_id for new in scheduler_output.scheduled_new_reqs])
         return result
 
     return add_requests

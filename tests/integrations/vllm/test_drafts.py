@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from guided_spec.integrations.vllm.backend import VllmGrammars
+from guided_spec.integrations.vllm.ranks import LATER, RankGroup
 from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
 
@@ -335,6 +336,29 @@ def test_along_tables_nothing_waits(make: Make, monkeypatch: pytest.MonkeyPatch)
             text = [*answer[: written[name]], *up_to_end(drafts[name])]
             left = text[: text.index(END)] if END in text else text
             assert is_beginning(params, left), tokenizer().decode(left)
+
+
+@pytest.mark.parametrize("loops", ["tables"], indirect=True)
+def test_ranks_ask_their_group_whether_a_request_walks(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def agree(group: RankGroup, marks: Sequence[int]) -> list[int]:
+        assert group._group == "the ranks' group"
+        asked.extend(marks)
+        return [LATER] * len(marks)
+
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    monkeypatch.setattr(state, "_TP", SimpleNamespace(cpu_group="the ranks' group"))
+    monkeypatch.setattr(RankGroup, "agree", agree)
+    config = config_of()
+    config.parallel_config.tensor_parallel_size = 2
+    b, d = letter("b"), letter("d")
+    drafter = started(make(config, Table(35)), first=sampling_params(config, regex="ab{3}d{9}"))
+    assert drafter.step({"first": [letter("a")]})["first"] == [b, b, b, d][:NUM_DRAFT]
+    assert max(asked) > LATER
+    assert drafter.drafting.requests.any_on_host(["first"])
 
 
 @pytest.mark.slow

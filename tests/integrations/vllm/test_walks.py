@@ -10,6 +10,7 @@ import torch
 
 from guided_spec.grammar.tables.token_table import REFUSED, TokenTable
 from guided_spec.integrations.vllm.drafts.walks import TAIL, Walks, drafter_rows
+from guided_spec.integrations.vllm.ranks import LATER, NEVER
 from guided_spec.masks.rows import TableWalk
 from guided_spec.ops.mask_words import ids_of, row_of
 from tests.ops.table_walks import random_table
@@ -73,8 +74,8 @@ def test_texts_stand_where_they_were_followed_to() -> None:
     ways = [legal_way(table, 9) for table in tables]
     for at, (table, way) in enumerate(zip(tables, ways, strict=True)):
         assert own.begin(str(at), table, way[:at])
-    assert own.begin("waits", tables[0], [])
-    assert not own.begin("more", tables[0], [])  # no slot is left
+    assert own.begin("waits", tables[0], []) > LATER
+    assert own.begin("more", tables[0], []) == LATER  # no slot is left
     names = ["2", "free", "0", "1"]
     sampled = [ways[2][2:4], [5], ways[0][:3], []]
     tokens = torch.tensor([[*row, *[-1] * (3 - len(row))] for row in sampled])
@@ -98,7 +99,7 @@ def test_texts_stand_where_they_were_followed_to() -> None:
             walk.append(place, torch.tensor(drawn))
     own.forget("0")
     own.forget("0")
-    assert own.begin("more", tables[1], ways[1][:2])
+    assert own.begin("more", tables[1], ways[1][:2]) > LATER
     found = rows_of(own.start(["more", "0"]), 0, 2)
     state = tables[1].states(0, ways[1][:2])[-1]
     assert torch.equal(found[0], torch.from_numpy(tables[1].row(state)))
@@ -111,7 +112,7 @@ def test_a_text_that_leaves_its_table_is_the_hosts_again() -> None:
     table.then[table.after(0, legal_way(table, 1)[0])] = -3  # outside, whatever comes
     way = legal_way(table, 1)
     own = walks()
-    assert own.begin("a", table, [])
+    assert own.begin("a", table, []) > LATER
     own.commit(["a"], torch.tensor([way]), torch.tensor([1]))
     own.read("a", way)
     assert "a" in own
@@ -119,13 +120,13 @@ def test_a_text_that_leaves_its_table_is_the_hosts_again() -> None:
     assert (rows_of(own.start(["a"]), 0, 1) == -1).all()  # the host does not know yet
     own.read("a", [3])
     assert "a" not in own
-    assert not own.begin("a", table, [*way, 3])
+    assert own.begin("a", table, [*way, 3]) == NEVER
 
 
 def test_tokens_outside_of_the_vocabulary_are_none() -> None:
     table = whole_table(2)
     way, own = legal_way(table, 2), walks()
-    assert own.begin("a", table, [])
+    assert own.begin("a", table, []) > LATER
     tokens = torch.tensor([[way[0], VOCABULARY, -1, 10**6, way[1]]], dtype=torch.int32)
     own.commit(["a"], tokens, torch.tensor([5]))
     expected = torch.from_numpy(table.row(table.states(0, way)[-1]))
@@ -137,12 +138,12 @@ def test_tables_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     size = max(table.memory_size_bytes for table in tables)
     monkeypatch.setattr("guided_spec.integrations.vllm.drafts.walks.TABLE_BYTES", 2 * size)
     own = walks()
-    assert own.begin("a", tables[0], [])
-    assert own.begin("b", tables[1], [])
-    assert not own.begin("c", tables[2], [])
+    assert own.begin("a", tables[0], []) > LATER
+    assert own.begin("b", tables[1], []) > LATER
+    assert own.begin("c", tables[2], []) == LATER
     own.forget("a")
-    assert own.begin("c", tables[2], [])
-    assert own.begin("b again", tables[1], [])
+    assert own.begin("c", tables[2], []) > LATER
+    assert own.begin("b again", tables[1], []) > LATER
 
 
 def test_a_device_without_room_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,4 +152,4 @@ def test_a_device_without_room_has_no_tables(monkeypatch: pytest.MonkeyPatch) ->
 
     own = walks()
     monkeypatch.setattr("guided_spec.masks.rows.DeviceTables._hold", fail)
-    assert not own.begin("a", whole_table(0), [])
+    assert own.begin("a", whole_table(0), []) == LATER

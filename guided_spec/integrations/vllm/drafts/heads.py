@@ -42,6 +42,7 @@ from guided_spec.integrations.vllm.plugin import (
     requested,
     warn,
 )
+from guided_spec.integrations.vllm.ranks import RANKS, ranks_of
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
@@ -80,7 +81,7 @@ class Drafting:
         draft: Tensor | None = None,
     ) -> None:
         config = drafter.vllm_config
-        has_tables = self._has_tables(drafter)
+        has_tables = TABLES in requested()
         self.requests = follow_requests(drafter, config, has_tables=has_tables)
         self.num_draft = num_draft
         self.is_capturing = False
@@ -98,7 +99,7 @@ class Drafting:
             if has_tables:
                 own = self._masks.own
                 self._walks = Walks(size, num_draft, vocab_size, own, drafter.device)
-                self.requests.walk_with(self._walks)
+                self.requests.walk_with(self._walks, ranks_of(config))
         self._draft = draft
         self._forced = self._forced_drafter(drafter, width, size)
         self._is_running = False
@@ -122,17 +123,6 @@ class Drafting:
         found = HostDrafter(of.vocabulary, of.tokenizer, self.num_draft, size, "grammar_forced")
         self.requests.at_end(found.release)
         return found
-
-    @staticmethod
-    def _has_tables(drafter: Any) -> bool:
-        """Whether requests may walk along tables. Ranks that share a model would have to begin at
-        the same time: each has its own tables, some later than others."""
-        if TABLES not in requested():
-            return False
-        is_alone: bool = drafter.vllm_config.parallel_config.tensor_parallel_size == 1
-        if not is_alone:
-            warn(f"{TABLES} is off: it does not go with tensor parallelism")
-        return is_alone
 
     @property
     def is_running(self) -> bool:
@@ -444,7 +434,7 @@ _V2_PATCHES = (
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-PATCHES = (in_workers("drafts", WORKER_PATCHES), *TELLS)
+PATCHES = (in_workers("drafts", WORKER_PATCHES), *TELLS, *RANKS)
 PARTS = {
     "old runner": (*PATCHES, *_V1_PATCHES),
     "new runner": (*PATCHES, *_V2_PATCHES),

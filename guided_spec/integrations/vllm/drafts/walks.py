@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
+from guided_spec.integrations.vllm.ranks import LATER, NEVER
 from guided_spec.masks.rows import DeviceTables, TableWalk
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.ops.host import to_device
@@ -88,22 +89,26 @@ class Walks:
     def __contains__(self, name: str) -> bool:
         return name in self._walking
 
-    def begin(self, name: str, table: TokenTable, token_ids: Sequence[int]) -> bool:
-        """A request walks from here on, behind its committed tokens; whether it can."""
+    def begin(self, name: str, table: TokenTable, token_ids: Sequence[int]) -> int:
+        """A request walks from here on, behind its committed tokens, if it can.
+
+        Returns its table's fingerprint; ``NEVER`` where the table does not hold its text, ``LATER``
+        where there is no room for now: it does not walk then.
+        """
         states = table.states(0, token_ids)
-        if len(states) < len(token_ids) or not self._free:
-            return False
+        if len(states) < len(token_ids):
+            return NEVER
         state = states[-1] if states else 0
         in_use = {one.table for one in self._walking.values()}
-        cursor = self._tables.cursor(table, state, in_use)
+        cursor = self._tables.cursor(table, state, in_use) if self._free else None
         if cursor is None:
-            return False
+            return LATER
         text = self._free.pop()
         place = None if table.is_whole else TablePlace(table, state)
         self._walking[name] = _Walking(text, table, place)
         self._moved[text] = cursor
         self._names = None
-        return True
+        return table.fingerprint
 
     def forget(self, name: str) -> None:
         """A request has ended, or goes on without a table; any other name changes nothing."""
