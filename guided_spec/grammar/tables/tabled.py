@@ -61,13 +61,17 @@ class TabledGrammar:
         """Of the one inside; ``table_bytes`` has the table's."""
         return self.inner.memory_size_bytes
 
-    def new_matcher(self) -> GrammarMatcher:
-        """A matcher at the start of the grammar."""
+    def count_text(self) -> None:
+        """Another text begins; ``new_matcher`` counts its own."""
         with self._lock:
             self._left -= 1
             begins = self._left == 0
         if begins:
             self._begin().add_done_callback(self._end)
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        self.count_text()
         return self.inner.new_matcher() if self.reason is not None else TabledMatcher(self)
 
     def new_style_matcher(self) -> GrammarMatcher | None:

@@ -76,10 +76,7 @@ class ShadowConstraint:
             return None
         constraint = self._constraint
         if constraint is None or not _continues(constraint.committed, text, start):
-            grammar = self._future.result()
-            if self._stops:
-                grammar = ending_with(grammar, self._stops)
-            constraint = self._constraint = Constraint(grammar)
+            constraint = self._constraint = Constraint(self._grammar())
         try:
             constraint.commit(text[start + len(constraint.committed) :])
         except GrammarStateError as error:
@@ -100,6 +97,20 @@ class ShadowConstraint:
     def is_compiled(self) -> bool:
         """Whether its grammar is, or has failed to."""
         return self._future.done()
+
+    def _grammar(self) -> CompiledGrammar:
+        """What the host follows its text by.
+
+        No table, also where there is one: ranks that share a model have theirs at different times,
+        and a table that was made of the printed grammar may forbid a little more, or less.
+        """
+        grammar = self._future.result()
+        if self._stops:
+            return ending_with(grammar, self._stops)
+        if isinstance(grammar, TabledGrammar):
+            grammar.count_text()
+            return grammar.inner
+        return grammar
 
     def again(self) -> ShadowConstraint:
         """The same request's, whose text is read from its beginning."""

@@ -263,6 +263,24 @@ def test_a_text_that_vllm_sets_back_may_walk_again(world: World) -> None:
     assert ranks[0].seen == ranks[1].seen
 
 
+def test_the_host_goes_by_no_table(world: World) -> None:
+    """A rank that has one drafts what the others draft, which have none."""
+
+    def script(rank: Rank, number: int) -> None:
+        rank.add("a")
+        rank.wait()
+        rank.step({"a": [0]})
+        if number == 0:
+            rank.made[LETTERS].set_result(whole_table(LETTERS))
+        rank.step({"a": [0]})
+        note(rank.requests, {"a": [1]})
+        (constraint,) = rank.requests.commit(["a"])
+        assert constraint is not None
+        assert constraint.table_place(0) is None
+
+    world.run(script)
+
+
 class Kind(NamedTuple):
     """A grammar's table as each rank has it: from which step on, and what; None: there is none."""
 
