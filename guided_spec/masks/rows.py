@@ -155,14 +155,17 @@ class DeviceTables:
         return held
 
     def _evict(self, size: int, wanted: Container[TokenTable]) -> bool:
+        """Whether there is room for so many bytes; what nobody wants goes for it, if that helps."""
         left = self._limit - sum(table.memory_size_bytes for table in self._held)
-        for table in list(self._held):
+        spare = [table for table in self._held if table not in wanted]
+        if left + sum(table.memory_size_bytes for table in spare) < size:
+            return False
+        for table in spare:
             if left >= size:
                 break
-            if table not in wanted:
-                del self._held[table]
-                left += table.memory_size_bytes
-        return left >= size
+            del self._held[table]
+            left += table.memory_size_bytes
+        return True
 
     def _hold(self, table: TokenTable) -> _Held:
         assert table.rows.shape[1] == self._words  # else kernels would read what lies behind

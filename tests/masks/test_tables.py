@@ -53,6 +53,14 @@ def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
     assert find(DeviceTables(torch.device("cpu"), 4, SIZE - 1), 0) is None
 
 
+def test_nothing_goes_for_a_table_that_finds_no_room() -> None:
+    device = DeviceTables(torch.device("cpu"), 4, 2 * SIZE)
+    assert find(device, 0, 1) is not None
+    large = random_table(9, VOCAB_SIZE, states=200)
+    assert device.cursor(large, 0, {TABLES[0]}) is None
+    assert set(device._held) == {TABLES[0], TABLES[1]}
+
+
 def test_rows_from_a_table_are_not_left_in_the_host_s_own() -> None:
     """Where they were, the next step's text found them, whose rows forbid nothing."""
     rows, row = MaskRows(1, 3, VOCAB_SIZE, torch.device("cpu")), torch.full((4,), 5).int()
