@@ -227,23 +227,26 @@ class SlotTarget:
         answer: as of ``DraftInFlight``.
         """
         batch, width = token_ids.shape
-        total, own = sum(rows.counts), line.own
-        wanted = [
-            rows.places_in(width),
-            rows.padded(width).flatten(),
-            *([] if own is None else [own]),
-        ]
-        index = to_device(np.concatenate(wanted), self._model.device)
-        fed, places, mixed = index.tensor_split([total, total + batch * width])
-        output = self._read_line(token_ids.flatten()[fed], line, answer)
+        total, own, fed = sum(rows.counts), line.own, token_ids.flatten()
+        is_ragged = total < batch * width  # else the tokens stand in the line as in their rows
+        wanted = [rows.places_in(width), rows.padded(width).flatten()] if is_ragged else []
+        wanted += [] if own is None else [own]
+        places = mixed = None
+        if wanted:  # in one copy
+            index = to_device(np.concatenate(wanted), self._model.device)
+            cuts = [total, total + batch * width] if is_ragged else [0, 0]
+            picked, places, mixed = index.tensor_split(cuts)
+            fed = fed[picked] if is_ragged else fed
+        output = self._read_line(fed, line, answer)
         states, hidden = output.states[:total], output.hidden_states
         if own is not None:
             states, hidden = output.states[mixed], None if hidden is None else hidden[mixed]
         logits = self._model.logits(states)
-        if total < batch * width:
+        if is_ragged:
             logits = logits[places]
-        if hidden is not None:
-            hidden = hidden[places].view(batch, width, -1)
+        if hidden is not None:  # a copy: the next forward overwrites these
+            hidden = hidden[places] if is_ragged else hidden[:total].clone()
+            hidden = hidden.view(batch, width, -1)
         return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts)
 
     def _read_line(
