@@ -170,6 +170,8 @@ class MarkedText:
         self._marks = {name: chr(_FIRST + at) for at, name in enumerate(sorted(found)[:_MOST])}
         self._by_id = {self._ids[name]: mark for name, mark in self._marks.items()}
         self._shown = {mark: name for name, mark in self._marks.items()}
+        texts = {mark: vocabulary.text_bytes[token] for token, mark in self._by_id.items()}
+        self._widths = {mark: len(text.decode()) for mark, text in texts.items()}  # as text
 
     def mark(self, literal: str) -> str:
         """A literal as it stands in a text that is read: with a character for each token."""
@@ -191,15 +193,14 @@ class MarkedText:
 
     def cut(self, text: str, visible: int) -> str:
         """As much of a text that was read as is ``visible`` characters of ``Vocabulary.decode``."""
-        for at, character in enumerate(text):
-            name = self._shown.get(character)
-            width = 1
-            if name is not None:
-                width = len(self._vocabulary.text_bytes[self._ids[name]].decode())
-            if width > visible:
-                return text[:at]
-            visible -= width
-        return text
+        # From the end, of which little is hidden: a stream asks for every piece of a long text.
+        surplus = len(text) - visible
+        surplus += sum(text.count(mark) * (width - 1) for mark, width in self._widths.items())
+        end = len(text)
+        while surplus > 0 and end > 0:
+            end -= 1
+            surplus -= self._widths.get(text[end], 1)
+        return text[:end]
 
     def _find(self, literal: str) -> list[str]:
         return [] if self._names is None else self._names.findall(literal)

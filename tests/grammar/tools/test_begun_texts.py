@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -129,6 +131,30 @@ def test_a_token_that_ends_the_text_shows_nothing_but_a_mark(kind: str) -> None:
     assert marks.read([*b"ab", *call], call if len(call) == 1 else []) == (
         "ab" + marks.mark("<tool_call>")
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cut_is_the_longest_beginning_that_is_visible(kind: str) -> None:
+    """A mark is as wide as its token is shown: not at all, or as its name."""
+    marks = MarkedText(vocabulary(kind), ["<tool_call>", "</tool_call>"])
+    token_ids = spell("é<tool_call><tool_call>ab</tool_call>", kind)
+    text = marks.read(token_ids)
+    shown = [vocabulary(kind).decode([token_id]) for token_id in token_ids]
+    if len(text) != len(token_ids):  # a letter of two bytes
+        shown[:2] = ["é"]
+    widths = [*accumulate(map(len, shown))]
+    for visible in range(widths[-1] + 2):
+        assert marks.cut(text, visible) == text[: sum(width <= visible for width in widths)]
+
+
+def test_to_cut_a_stream_does_not_read_all_of_it_for_every_piece() -> None:
+    marks = MarkedText(vocabulary("tokens"), ["<tool_call>"])
+    text = marks.mark("<tool_call>") + "x" * 500_000
+    visible = len(marks.show(text))
+    began = time.process_time()
+    cut = [len(marks.cut(text, visible - hidden)) for hidden in range(200)]
+    assert time.process_time() - began < 1  # where each letter is looked at it takes four seconds
+    assert cut == [len(text) - hidden for hidden in range(200)]
 
 
 def test_begun_length() -> None:
