@@ -114,7 +114,7 @@ class SamplingParams:
 
     max_tokens: tokens to generate at most, at least 1.
     temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all.
+    top_k: keep the k most probable tokens; 0 keeps all, as does -1, which is kept as 0.
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens below min_p times the largest probability, in [0, 1].
     cache_salt: prompts take from the prefix cache what texts with the same salt left there, so that
@@ -188,7 +188,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stops)
         _require_switches(self.complete, ignore_eos=self.ignore_eos, echo=self.echo)
         require_int("max_tokens", self.max_tokens, low=1)
-        require_int("top_k", self.top_k, low=0)
+        require_int("top_k", self.top_k, low=-1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM and SGLang say "all"
         require_int("n", self.n, low=1)
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=MAX_SEED)

@@ -257,6 +257,12 @@ def test_a_list_that_is_none(name: str) -> None:
         SamplingParams(**given)
 
 
+def test_top_k_of_another_engine_s_clients() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams()
+    with pytest.raises(ConfigError, match="top_k=-2: must be at least -1"):
+        SamplingParams(top_k=-2)
+
+
 @pytest.mark.parametrize("name", ["ignore_eos", "echo", "complete"])
 def test_a_switch_is_a_bool(name: str) -> None:
     given: dict[str, Any] = {name: "no"}

@@ -149,6 +149,12 @@ def test_vllm_s_fields(client: openai.OpenAI, field: Any, pattern: str) -> None:
         assert re.fullmatch(pattern, found or ""), found
 
 
+def test_vllm_s_top_k_that_keeps_all(served: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 4, "temperature": 1.0, "seed": 3}
+    replies = [served.post("/v1/completions", {**body, "top_k": top_k}) for top_k in (-1, 0)]
+    assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
+
+
 def test_one_grammar_at_most(served: Running) -> None:
     body: dict[str, Any] = {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}
     reply = served.post("/v1/completions", body)
