@@ -44,7 +44,7 @@ Fetch = Callable[[str], Path | None]
 class Checkpoint:
     """Named tensors and the config.json beside them; made by ``open``.
 
-    source: the folder or hub id, as it was given.
+    source: what errors name: the argument and the folder or hub id that it was given.
     config: config.json, parsed.
     names: every tensor there is; known without reading the data of one. files: where each is.
     """
@@ -59,19 +59,22 @@ class Checkpoint:
         self._fetch = fetch
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> Checkpoint:
+    def open(
+        cls, source: str | Path, *, revision: str | None = None, argument: str = "checkpoint"
+    ) -> Checkpoint:
         """Read config.json and the list of tensors.
 
         source: a folder, or a hub id such as "org/name". The weights are looked for as
             model.safetensors, its index with shards, pytorch_model.bin, its index with shards.
         revision: branch, tag or commit on the hub; a folder has none.
+        argument: what errors are to call it, as who gave it does.
 
         From the hub, only config.json and the index are fetched here; a checkpoint without an
         index is one file, which is fetched whole. Raises ModelError, naming the source, for a
         missing or broken config.json, missing weights, and a corrupt file.
         """
-        name = str(source)
-        fetch = _from_folder(source) if Path(source).is_dir() else _from_hub(source, revision)
+        name, is_folder = f"{argument}={str(source)!r}", Path(source).is_dir()
+        fetch = _from_folder(source) if is_folder else _from_hub(source, revision, name)
         path = fetch("config.json")
         if path is None:
             raise _error(name, "expected a config.json, found none", "pass a model folder or id")
@@ -135,9 +138,9 @@ def _from_folder(source: str | Path) -> Fetch:
     return fetch
 
 
-def _from_hub(source: str | Path, revision: str | None) -> Fetch:
-    name = str(source)
-    if isinstance(source, Path) or name.startswith((".", "/", "~")):
+def _from_hub(source: str | Path, revision: str | None, name: str) -> Fetch:
+    """name: what to name in errors."""
+    if isinstance(source, Path) or source.startswith((".", "/", "~")):
         raise _error(name, "expected a folder, found none", "pass a model folder or a hub id")
 
     def fetch(file: str) -> Path | None:
@@ -149,7 +152,7 @@ def _from_hub(source: str | Path, revision: str | None) -> Fetch:
             "_raise_exceptions_for_connection_errors": is_needed,
         }
         try:
-            found = cached_file(name, file, revision=revision, **flags)
+            found = cached_file(source, file, revision=revision, **flags)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             problem = f"expected a folder or a model on the hub, found neither: {reason}"
@@ -241,7 +244,7 @@ def _some(names: list[str]) -> str:
 
 
 def _error(source: str, problem: str, fix: str) -> ModelError:
-    return ModelError(f"checkpoint={source!r}: {problem}; {fix}")
+    return ModelError(f"{source}: {problem}; {fix}")
 
 
 def stitch(target: str | Path, draft: str | Path, output: str | Path) -> Path:
@@ -255,11 +258,12 @@ def stitch(target: str | Path, draft: str | Path, output: str | Path) -> Path:
     Raises ConfigError for an output that is there, and ModelError for a draft of another kind or
     for another target, and for a target that is not a folder of safetensors.
     """
-    source, modules, folder = Checkpoint.open(target), Checkpoint.open(draft), Path(output)
+    source = Checkpoint.open(target, argument="target")
+    modules, folder = Checkpoint.open(draft, argument="draft"), Path(output)
     if folder.exists():
         raise ConfigError("output", str(folder), "is there already: pass another folder")
     if not Path(target).is_dir() or not all(f.endswith(WEIGHTS[0]) for f in source.files.values()):
-        raise ModelError(f"target={source.source!r}: expected a folder with safetensors; pass one")
+        raise ModelError(f"{source.source}: expected a folder with safetensors; pass one")
     count = _count_name(modules)
     _check_fit(source, modules)
     own = {name for name in source.names if _is_module(name, count, source.config)}
@@ -307,7 +311,7 @@ def _count_name(modules: Checkpoint) -> str:
         if text.get(count) and any(_is_module(n, count, modules.config) for n in modules.names):
             return count
     raise ModelError(
-        f"draft={modules.source!r}: expected modules of multi-token prediction in the layout "
+        f"{modules.source}: expected modules of multi-token prediction in the layout "
         "'deepseek' or 'qwen', found none; other drafts are loaded from folders of their own"
     )
 
@@ -327,7 +331,7 @@ def _check_fit(source: Checkpoint, modules: Checkpoint) -> None:
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         if expected.get(name) != found.get(name):
             raise ModelError(
-                f"draft={modules.source!r}: expected modules for a target with {name}="
+                f"{modules.source}: expected modules for a target with {name}="
                 f"{expected.get(name)!r}, found {found.get(name)!r}; pass those of this target"
             )
 

@@ -253,7 +253,7 @@ def load_fp8(
 
     Raises ModelError for a weight without a scale, or another number of scales than it has blocks.
     """
-    checkpoint = Checkpoint.open(path, revision=arguments.get("revision"))
+    checkpoint = Checkpoint.open(path, revision=arguments.get("revision"), argument="model")
     scales = scale_names(checkpoint.names, checkpoint.fp8_names(), checkpoint.source)
     stored = config.quantization_config
     config.quantization_config = {"quant_method": METHOD, "linears": sorted(scales)}
@@ -270,7 +270,7 @@ def load_fp8(
         try:
             _scale(module, _stored_name(name, found), found, recipe.block)
         except ConfigError as error:
-            problem = f"checkpoint={path!r}: {name}: {error}; the checkpoint is broken"
+            problem = f"{checkpoint.source}: {name}: {error}; the checkpoint is broken"
             raise ModelError(problem) from error
     assert isinstance(model, PreTrainedModel)
     return model
@@ -309,7 +309,7 @@ def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) ->
         pair = f"weights in float8_e4m3fn beside {' or '.join(SCALES)}"
         at = unpaired[0].removesuffix(".weight")
         problem = f"expected {pair}, found one without the other at {at!r}"
-        raise ModelError(f"checkpoint={source!r}: {problem}; the checkpoint is broken")
+        raise ModelError(f"{source}: {problem}; the checkpoint is broken")
     return scales
 
 

@@ -43,6 +43,7 @@ def load_model(
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
     tp_plan: str | dict[str, str] | None = None,
+    argument: str = "model",
     **options: Any,
 ) -> PreTrainedModel:
     """Load a causal LM for inference.
@@ -55,6 +56,7 @@ def load_model(
         Apple's MPS, then takes the CPU.
     device_map: spread the layers over devices instead, as accelerate does ("auto").
     tp_plan: split each layer over the processes of torchrun instead ("auto").
+    argument: what errors are to call it, as who gave it does.
     options: further arguments of ``from_pretrained``: attn_implementation, revision,
         trust_remote_code, quantization_config, ... Of an adapter, the revision is the adapter's.
 
@@ -62,7 +64,7 @@ def load_model(
     """
     if sum(value is not None for value in (device, device_map, tp_plan)) > 1:
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
-    _check_folder("model", path, "config.json", ADAPTER_CONFIG)
+    _check_folder(argument, path, "config.json", ADAPTER_CONFIG)
     target = _target_device(device)
     arguments = {"dtype": resolve_dtype(dtype, target), **options}
     if device_map is not None:
@@ -77,11 +79,11 @@ def load_model(
         if adapter is None:
             model = _load_whole(path, arguments, None if is_placed else target)
         else:
-            model = _load_merged(path, adapter, arguments, None if is_placed else target)
+            model = _load_merged(path, adapter, arguments, None if is_placed else target, argument)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(_explain("model", path, error)) from error
+        raise ModelError(_explain(argument, path, error)) from error
     model.eval()
     assert isinstance(model, PreTrainedModel)
     seconds = time.perf_counter() - began
@@ -130,10 +132,14 @@ def _config_of(path: str | Path, arguments: dict[str, Any]) -> Any:
 
 
 def _load_merged(
-    path: str | Path, adapter: str, arguments: dict[str, Any], target: torch.device | None
+    path: str | Path,
+    adapter: str,
+    arguments: dict[str, Any],
+    target: torch.device | None,
+    argument: str,
 ) -> Any:
     """The base model that a LoRA adapter names, with the adapter in its weights."""
-    shown = f"model={str(path)!r} is a LoRA adapter"
+    shown = f"{argument}={str(path)!r} is a LoRA adapter"
     _require("peft", "lora", shown)
     settings = json.loads(Path(adapter).read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path")
@@ -153,20 +159,23 @@ def _load_merged(
     return merged.merge_and_unload(safe_merge=True)
 
 
-def load_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, *, argument: str = "tokenizer", **options: Any
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
 
+    argument: what errors are to call it, as who gave it does.
     options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """
-    _check_folder("tokenizer", path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
+    _check_folder(argument, path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
     try:
         source = _tokenizer_of(path, options)
         tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(_explain("tokenizer", path, error)) from error
+        raise ModelError(_explain(argument, path, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(f"tokenizer={str(path)!r}: the folder or repository has no tokenizer")
+        raise ModelError(f"{argument}={str(path)!r}: the folder or repository has no tokenizer")
     return tokenizer
 
 
@@ -303,7 +312,7 @@ def load_ends(
 
     Raises ModelError for a checkpoint that has the ends under other names, or quantized.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, argument="model")
     model = _build_empty(str(path), resolve_dtype(dtype, device), trust_remote_code)
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
@@ -380,6 +389,6 @@ def _fill(module: nn.Module, prefix: str, checkpoint: Checkpoint) -> list[str]:
         if empty.shape != tensor.shape:
             found, expected = list(tensor.shape), list(empty.shape)
             problem = f"{full}: expected {expected}, found {found}"
-            raise ModelError(f"model={checkpoint.source!r}: {problem}")
+            raise ModelError(f"{checkpoint.source}: {problem}")
         setattr(holder, name, nn.Parameter(tensor.to(empty.dtype), requires_grad=False))
     return missing

@@ -328,8 +328,10 @@ def _load(context: ProposerContext) -> Any:
     if not isinstance(context.draft, str | Path):
         return context.draft
     if context.tokenizer is not None:
-        _check_tokens(load_tokenizer(context.draft), context)
-    return load_model(context.draft, dtype=context.dtype, device=str(context.device))
+        _check_tokens(load_tokenizer(context.draft, argument="draft"), context)
+    return load_model(
+        context.draft, dtype=context.dtype, device=str(context.device), argument="draft"
+    )
 
 
 def _check_tokens(tokenizer: Any, context: ProposerContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_the_bundled_heads_are_found_by_their_names(proposer: str) -> None:
 def test_another_draft_is_taken_at_its_word() -> None:
     with pytest.raises(ModelError, match="draft"):
         LLM(proposer="eagle3", draft=bundled_asset("draft"))
+
+
+@pytest.mark.parametrize("proposer", [None, "eagle3", "draft_model"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "corrupt"])
+def test_a_draft_that_cannot_be_loaded_is_named_as_such(
+    tmp_path: Path, proposer: str | None, damage: str
+) -> None:
+    draft = tmp_path / "draft"
+    if damage == "empty":
+        draft.mkdir()
+    if damage == "corrupt":
+        shutil.copytree(bundled_asset("draft"), draft)
+        (draft / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match=f"^draft={str(draft)!r}"):
+        LLM(proposer=proposer, draft=str(draft))
 
 
 def test_most_answers_are_right() -> None:

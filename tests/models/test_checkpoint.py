@@ -29,7 +29,7 @@ LAYOUTS = list(get_args(Files))
 def test_layouts(tmp_path: Path, files: Files) -> None:
     save(tmp_path, CONFIG, TENSORS, files)
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.source == str(tmp_path)
+    assert checkpoint.source == f"checkpoint={str(tmp_path)!r}"
     assert checkpoint.config == CONFIG
     assert checkpoint.names == TENSORS.keys()
     assert checkpoint.matching("") == sorted(TENSORS)

@@ -71,7 +71,7 @@ def build_head_config(
     """
     if model_type not in CLASSES:
         raise ModelError(
-            f"checkpoint={source!r}: model_type of its layers: expected one of "
+            f"{source}: model_type of its layers: expected one of "
             f"{', '.join(sorted(CLASSES))}, found {model_type!r}; pass a head of such layers"
         )
     fields = FIELDS + (WINDOW_FIELDS if values.get("layer_types") else ())
@@ -81,13 +81,13 @@ def build_head_config(
     except Exception as error:  # transformers validates with several classes of exception
         reason = " ".join(str(error).split())
         raise ModelError(
-            f"checkpoint={source!r}: config.json: expected the sizes of {model_type} layers, "
+            f"{source}: config.json: expected the sizes of {model_type} layers, "
             f"found {known}: {reason}; correct it"
         ) from error
     rope_type = config.rope_parameters["rope_type"]
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ModelError(
-            f"checkpoint={source!r}: rope_type of its layers: expected one of default, "
+            f"{source}: rope_type of its layers: expected one of default, "
             f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}, found {rope_type!r}; pass a head for text"
         )
     text_config: Any = target.config.get_text_config(decoder=True)
@@ -184,8 +184,7 @@ def check_fit(source: str, target: PreTrainedModel, found: Mapping[str, int]) ->
             f"{name}: expected {expected[name]}, found {found[name]}" for name in wrong
         )
         raise ModelError(
-            f"checkpoint={source!r}: the head was made for another target: {listed}; pass a head "
-            "for this target"
+            f"{source}: the head was made for another target: {listed}; pass a head for this target"
         )
 
 

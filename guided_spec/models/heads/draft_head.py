@@ -81,7 +81,7 @@ class DraftVocabulary:
         if offsets is None or offsets.shape != (draft_size,):
             found = "none" if offsets is None else list(offsets.shape)
             raise ModelError(
-                f"checkpoint={source!r}: d2t: expected int64 [{draft_size}], found {found}; a head "
+                f"{source}: d2t: expected int64 [{draft_size}], found {found}; a head "
                 f"with {draft_size} of {text_config.vocab_size} tokens has to say which ones"
             )
         return cls.from_offsets(offsets.to(target.device), text_config.vocab_size, source)

@@ -272,7 +272,7 @@ def _read_mask(config: Mapping[str, Any], vocab_size: int, source: str) -> int:
     found = next((config[name] for name in MASK_NAMES if config.get(name) is not None), None)
     if found is None or not 0 <= found < vocab_size:
         raise ModelError(
-            f"checkpoint={source!r}: mask_token_id: expected a token below {vocab_size} in a head "
+            f"{source}: mask_token_id: expected a token below {vocab_size} in a head "
             f"with a {MASK}, found {found}; pass a head for this target"
         )
     return int(found)
@@ -298,7 +298,7 @@ def _read_layer_ids(
         ids.pop()  # the verifier's last layer: speculators trained against it, fc never sees it
     if len(ids) != count or ids[0] < 0 or ids[-1] > depth:
         raise ModelError(
-            f"checkpoint={source!r}: {LAYER_IDS}: expected the {count} hidden states that "
+            f"{source}: {LAYER_IDS}: expected the {count} hidden states that "
             f"fc.weight takes, from 0 to {depth}, found {ids}; pass a head for this target"
         )
     return tuple(ids)

@@ -72,7 +72,7 @@ def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -
     heads: dict[tuple[str, str], DraftHead] = vars(target).setdefault("_draft_heads", {})
     key = (method, str(path))
     if key not in heads:
-        checkpoint = _open_own(target, path) if source is None else Checkpoint.open(path)
+        checkpoint = _open_own(target, path) if source is None else _open_draft(path)
         heads[key] = load(checkpoint, target)
     return heads[key]
 
@@ -95,11 +95,11 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
     """
     if source is None:
         return _find_mtp(target)
-    checkpoint = Checkpoint.open(source)
+    checkpoint = _open_draft(source)
     named = checkpoint.config.get("speculators_model_type")
     if named is not None and named not in SPECULATORS:
         raise ModelError(
-            f"draft={checkpoint.source!r}: expected a speculators_model_type that is read here "
+            f"{checkpoint.source}: expected a speculators_model_type that is read here "
             f"({', '.join(SPECULATORS)}), found {named!r}"
         )
     names = checkpoint.names
@@ -161,9 +161,14 @@ def _find_mtp(target: PreTrainedModel) -> str | None:
     return method if has_layers else None
 
 
+def _open_draft(path: str | Path) -> Checkpoint:
+    return Checkpoint.open(path, argument="draft")
+
+
 def _open_own(target: PreTrainedModel, path: str | Path) -> Checkpoint:
     # The commit that the target itself was loaded from; a folder has none.
-    return Checkpoint.open(path, revision=getattr(target.config, "_commit_hash", None))
+    revision = getattr(target.config, "_commit_hash", None)
+    return Checkpoint.open(path, revision=revision, argument="model")
 
 
 def _own_checkpoint(target: PreTrainedModel) -> str | None:

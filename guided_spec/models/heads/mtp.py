@@ -194,7 +194,7 @@ def _count(checkpoint: Checkpoint, name: str, default: object = None) -> int:
     count = config.get(name, default)
     if not isinstance(count, int) or count < 1:
         raise ModelError(
-            f"checkpoint={checkpoint.source!r}: config.json: expected {name} of at least 1, found "
+            f"{checkpoint.source}: config.json: expected {name} of at least 1, found "
             f"{count}; pass a checkpoint that has MTP modules"
         )
     return count
@@ -210,7 +210,7 @@ def _module_names(checkpoint: Checkpoint, first: int, count: int) -> dict[str, s
             layers = {name.split(".")[2] for name in checkpoint.matching("model.layers.")}
             listed = ", ".join(sorted(layers, key=int)) or "none"
             raise ModelError(
-                f"checkpoint={checkpoint.source!r}: expected an MTP module as {prefix}*, behind "
+                f"{checkpoint.source}: expected an MTP module as {prefix}*, behind "
                 f"the {first} layers of the target, found layers {listed}; "
                 "pass a checkpoint that was saved with its MTP modules"
             )
@@ -290,7 +290,7 @@ def _qwen_names(checkpoint: Checkpoint) -> dict[str, str]:
     if not published and not saved:
         parts = sorted({name.split(".")[0] for name in checkpoint.names})
         raise ModelError(
-            f"checkpoint={checkpoint.source!r}: expected an MTP module as mtp.*, or mtp_layers.* "
+            f"{checkpoint.source}: expected an MTP module as mtp.*, or mtp_layers.* "
             f"in one of speculators, found only {', '.join(f'{part}.*' for part in parts)}; pass a "
             "checkpoint that was saved with its MTP module"
         )

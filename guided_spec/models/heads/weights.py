@@ -141,7 +141,7 @@ def fill_head(
     unfilled = [name for name, t in head.named_buffers() if t.is_meta and name not in stored]
     if unfilled:
         raise ModelError(
-            f"checkpoint={source!r}: expected layers whose every tensor is in a checkpoint, found "
+            f"{source}: expected layers whose every tensor is in a checkpoint, found "
             f"{unfilled[0]}, which is not; use EAGLE-3 for this target"
         )
     load_tensors(
@@ -169,7 +169,7 @@ def load_tensors(
     unchanged then.
     """
     expected = module.state_dict()
-    check_tensors(expected, tensors, f"checkpoint={source!r}")
+    check_tensors(expected, tensors, source)
     placed = {}
     for name, old in expected.items():
         is_exact = any(fragment in name for fragment in exact)
@@ -219,7 +219,7 @@ def recipe_of(config: Mapping[str, Any], source: str) -> Fp8Recipe | None:
         if recipe is None:
             method = found.get("quant_method") if isinstance(found, Mapping) else found
             raise ModelError(
-                f"checkpoint={source!r}: {key}: expected plain weights or fp8, found "
+                f"{source}: {key}: expected plain weights or fp8, found "
                 f"quant_method={method!r}; pass a head that is not quantized this way"
             )
         return recipe
@@ -242,6 +242,6 @@ def dequantize(
             weight = fp8_weight(plain[name], tensors[scales], recipe.block)
         except ConfigError as error:
             problem = f"{module}: {error}; the checkpoint is broken"
-            raise ModelError(f"checkpoint={source!r}: {problem}") from error
+            raise ModelError(f"{source}: {problem}") from error
         plain[name] = multiply_out(weight, dtype)
     return plain

@@ -187,7 +187,7 @@ class PEagleTraining(BlockTraining):
         if config.init is None:
             layout = eagle3_layout(config, target, vocabulary).with_masks(config.mask_token_id)
             return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
-        head = Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target)
+        head = Eagle3Head.from_checkpoint(Checkpoint.open(config.init, argument="init"), target)
         if head.mask_hidden is None:
             found = f"expected a P-EAGLE head, found one without {MASK}; pass another"
             raise ModelError(f"init={config.init!r}: {found}")
@@ -263,7 +263,7 @@ def _make_block(
     """markov: of a fresh head. A head of ``init`` has one of its own exactly where this is one."""
     require_int("anchors", config.anchors, low=1)
     if config.init is not None:
-        head = BlockHead.from_checkpoint(Checkpoint.open(config.init), target)
+        head = BlockHead.from_checkpoint(Checkpoint.open(config.init, argument="init"), target)
         _check_kind(head, config, markov)
         return make_trainable(head)
     layout = BlockLayout.fresh(

@@ -67,7 +67,9 @@ class DraftModelTraining(nn.Module):
         if config.init is None:
             draft = _fresh(config, verifier_config, target)
         else:
-            draft = load_model(config.init, dtype=torch.float32, device=target.device)
+            draft = load_model(
+                config.init, dtype=torch.float32, device=target.device, argument="init"
+            )
             _check_width(config.init, draft, verifier_config.vocab_size)
         draft.train()
         return cls(draft, FrozenTarget.of(target))

@@ -362,7 +362,9 @@ class EagleTraining(HeadTraining):
         """A fresh head, or the one of ``init``; ``vocabulary`` has to be None."""
         del vocabulary
         if config.init is not None:
-            return make_trainable(EagleHead.from_checkpoint(Checkpoint.open(config.init), target))
+            return make_trainable(
+                EagleHead.from_checkpoint(Checkpoint.open(config.init, argument="init"), target)
+            )
         layout = EagleLayout.fresh(target, HeadShape(num_layers=config.num_layers))
         return EagleHead.fresh(target, layout=layout)
 
@@ -393,7 +395,9 @@ class Eagle3Training(HeadTraining):
     ) -> Eagle3Head:
         """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
         if config.init is not None:
-            return make_trainable(Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target))
+            return make_trainable(
+                Eagle3Head.from_checkpoint(Checkpoint.open(config.init, argument="init"), target)
+            )
         layout = eagle3_layout(config, target, vocabulary)
         return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
 

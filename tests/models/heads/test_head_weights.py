@@ -52,7 +52,7 @@ def test_load_lists_everything_that_is_wrong() -> None:
     with pytest.raises(ModelError) as caught:
         load_tensors(module, tensors, "org/head", like=torch.empty(0))
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("checkpoint='org/head': its tensors do not fit")
+    assert lines[0].startswith("org/head: its tensors do not fit")
     assert lines[1:] == [
         "  0.bias: expected [3], found none",
         "  2.weight: expected none, found [5]",
@@ -111,7 +111,7 @@ def test_a_buffer_that_no_checkpoint_fills_is_an_error() -> None:
         module.register_buffer("scale", torch.ones(1), persistent=False)
         return module
 
-    with pytest.raises(ModelError, match="checkpoint='x': .* found scale, which is not"):
+    with pytest.raises(ModelError, match="x: .* found scale, which is not"):
         fill_head(make, tensors_of(layers()), build("llama"), "x")
 
 
@@ -155,10 +155,10 @@ def test_fp8_to_another_dtype() -> None:
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"a.weight": (4, 3)}, "checkpoint='x': .* one without the other at 'a';"),
+        ({"a.weight": (4, 3)}, "x: .* one without the other at 'a';"),
         ({"a.weight_scale_inv": (1, 1)}, "one without the other at 'a'"),
         ({"a.weight": (5, 3), "a.weight_scale_inv": (1, 1)}, r"must be \(2, 1\) for blocks"),
-        ({"a.weight": (4,), "a.weight_scale_inv": (1,)}, "checkpoint='x': a: values"),
+        ({"a.weight": (4,), "a.weight_scale_inv": (1,)}, "x: a: values"),
     ],
 )
 def test_broken_fp8(stored: dict[str, tuple[int, ...]], message: str) -> None:
@@ -186,5 +186,5 @@ def test_plain(config: dict[str, Any]) -> None:
     ],
 )
 def test_unreadable(config: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"checkpoint='x': (quantiz|compress)\w+: expected plain"):
+    with pytest.raises(ModelError, match=r"x: (quantiz|compress)\w+: expected plain"):
         recipe_of(config, "x")

@@ -177,7 +177,7 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     unknown = sorted(own.keys() - set(KNOWN))
     if unknown:
         fix = f"expected {', '.join(KNOWN)}, found {', '.join(unknown)}"
-        raise ModelError(f"checkpoint={source!r}: {SECTION}: {fix}; such heads are not read")
+        raise ModelError(f"{source}: {SECTION}: {fix}; such heads are not read")
     found = {name: own.get(name, config.get(name)) for name in KNOWN}
     causal = found["causal"] if found["causal"] is not None else found["is_causal"]
     layers = dict(config)
@@ -240,7 +240,7 @@ def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if kind not in MARKOV_KINDS:
         raise ModelError(
-            f"checkpoint={source!r}: markov_head_type: expected vanilla or gated, found {kind!r}; "
+            f"{source}: markov_head_type: expected vanilla or gated, found {kind!r}; "
             "a head whose places depend on all tokens before them is not read"
         )
     return MarkovShape(int(rank), kind)  # type: ignore[arg-type]
@@ -252,36 +252,34 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
     if not layers or not all(0 <= index <= depth for index in layers):
         found = [index - 1 for index in layers] or None
         raise ModelError(
-            f"checkpoint={source!r}: target_layer_ids: expected layers 0 to {depth - 1} of the "
+            f"{source}: target_layer_ids: expected layers 0 to {depth - 1} of the "
             f"target, found {found}; pass a head for this target"
         )
     embedding: Any = target.get_input_embeddings()
     mask = layout.mask_token_id
     if mask is None or not 0 <= mask < len(embedding.weight):
         raise ModelError(
-            f"checkpoint={source!r}: mask_token_id: expected a row of the target's embedding, "
+            f"{source}: mask_token_id: expected a row of the target's embedding, "
             f"found {mask}; pass a head for this target"
         )
     least = 1 if layout.from_anchor else 2
     if layout.block_size < least:
         raise ModelError(
-            f"checkpoint={source!r}: block_size: expected {least} or more, "
-            f"found {layout.block_size}"
+            f"{source}: block_size: expected {least} or more, found {layout.block_size}"
         )
     if layout.selector is not None and layout.draft_vocab_size != layout.config.vocab_size:
         raise ModelError(
-            f"checkpoint={source!r}: draft_vocab_size: expected all {layout.config.vocab_size} "
+            f"{source}: draft_vocab_size: expected all {layout.config.vocab_size} "
             f"tokens in a head with a candidate_selector, found {layout.draft_vocab_size}"
         )
     size, conv = layout.config.hidden_size, layout.conv
     widths = (0, size, size + (layout.markov.rank if layout.markov else 0))
     if layout.confidence_width not in widths:
         raise ModelError(
-            f"checkpoint={source!r}: {CONFIDENCE}: expected {widths[1]} or {widths[2]} columns, "
+            f"{source}: {CONFIDENCE}: expected {widths[1]} or {widths[2]} columns, "
             f"found {layout.confidence_width}"
         )
     if conv is not None and (conv.group_size < 1 or size % conv.group_size):
         raise ModelError(
-            f"checkpoint={source!r}: conv_group_size: expected a divisor of {size}, "
-            f"found {conv.group_size}"
+            f"{source}: conv_group_size: expected a divisor of {size}, found {conv.group_size}"
         )
