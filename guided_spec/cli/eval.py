@@ -93,7 +93,9 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
 
 
 def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
-    if draft is None:
+    from guided_spec.engine.setup import BUNDLED
+
+    if draft in (None, BUNDLED):  # the proposer names which of the bundled ones it is
         return ["none", "ngram", "auto"]
     try:
         with _opened(llm, UNTRAINED, draft) as opened:

@@ -83,11 +83,12 @@ class ProgressBar:
 class LLM:
     """Constrained speculative generation with a Hugging Face causal language model.
 
-    model: a hub id, a folder, or a loaded ``PreTrainedModel``; None takes the bundled model.
+    model: a hub id, a folder, or a loaded ``PreTrainedModel``; None or "bundled" takes the bundled
+        model.
     proposer: who drafts, see ``guided_spec.proposers``. None is ``chain:grammar_forced+auto``, and
         on a CUDA device the EAGLE-3 head alone where ``auto`` finds one. ``auto`` is what fits
         ``draft``, else the MTP layers in the model's checkpoint, else ngram.
-    draft: the draft model or head, like ``model``. The bundled model brings its own.
+    draft: the draft model or head, like ``model``. The bundled model brings its own: "bundled".
     engine: "guided_spec", or "vllm": vLLM runs the requests, see docs/vllm.md.
     engine_options: of another engine, its own options by their names there.
     options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.

@@ -198,8 +198,7 @@ CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
 BUNDLED_HEADS = ("eagle3", "mtp")
 
-
-BUNDLED = "bundled"
+BUNDLED = "bundled"  # the name of the model that comes with the package, and of its drafts
 
 
 def bundled_asset(name: str) -> str:
@@ -278,7 +277,8 @@ class Setup:
             _require_source("draft", draft)
         model = named_model(model)
         loaded = _loaded(model, options.load)
-        if draft is None and loaded.config.name_or_path == bundled_asset("target"):
+        is_bundled = loaded.config.name_or_path == bundled_asset("target")
+        if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         tokenizer = find_tokenizer(model, options)
         config, window = options.config, CaptureWindow()

@@ -50,6 +50,13 @@ def test_another_draft_is_taken_at_its_word() -> None:
         LLM(proposer="eagle3", draft=bundled_asset("draft"))
 
 
+def test_the_bundled_draft_has_a_name_too() -> None:
+    with LLM("bundled", "eagle3", draft="bundled") as llm:
+        assert llm.proposer == "eagle3"
+        with llm.with_proposer("chain:grammar_forced+auto", "bundled") as other:
+            assert other.proposer == "chain:grammar_forced+draft_model"
+
+
 @pytest.mark.parametrize("proposer", [None, "eagle3", "draft_model"])
 @pytest.mark.parametrize("damage", ["absent", "empty", "corrupt"])
 def test_a_draft_that_cannot_be_loaded_is_named_as_such(
