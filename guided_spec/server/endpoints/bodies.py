@@ -1,34 +1,42 @@
 """What clients send: OpenAI's requests, with vLLM's additions.
 
-A field that is not here is refused by name, because leaving it out might change the answer.
+A field that is not here is refused by name, because leaving it out might change the answer. One
+that is null asks for nothing: many clients send those that their users left out.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Each of these costs every step of the engine something, and so every other client.
 _Texts = Annotated[list[str], Field(max_length=64)]
 _Tokens = Annotated[list[int], Field(max_length=1024)]
 
 
-class StreamOptions(BaseModel):
-    """OpenAI's ``stream_options``. The second field is accepted and changes nothing."""
+class _Strict(BaseModel):
+    """Refuses fields that it does not have. What is null is as if it were left out."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class StreamOptions(_Strict):
+    """OpenAI's ``stream_options``. The second field is accepted and changes nothing."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(_Strict):
     """vLLM's ``structured_outputs``: one of these."""
-
-    model_config = _STRICT
 
     json_: Any = Field(None, alias="json")
     regex: str | None = None
@@ -38,10 +46,8 @@ class StructuredOutputs(BaseModel):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class _Body(BaseModel):
+class _Body(_Strict):
     """What all requests for texts have in common. The last group changes nothing."""
-
-    model_config = _STRICT
 
     model: str | None = None
     stream: bool | None = None
@@ -121,10 +127,8 @@ class CompletionBody(SamplingBody):
     best_of: int | None = None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(_Strict):
     """``POST /tokenize``: a prompt as completions take it, or a chat."""
-
-    model_config = _STRICT
 
     model: str | None = None
     prompt: str | None = None
@@ -134,13 +138,11 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(_Strict):
     """OpenAI's ``reasoning``. effort: what the chat template gets as ``reasoning_effort``.
 
     There is no summary here: the reasoning itself is shown.
     """
-
-    model_config = _STRICT
 
     effort: str | None = None
     summary: str | None = None

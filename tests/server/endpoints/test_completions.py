@@ -155,6 +155,17 @@ def test_vllm_s_top_k_that_keeps_all(served: Running) -> None:
     assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_field_that_is_null_is_left_out(served: Running, path: str) -> None:
+    asked: dict[str, Any] = {
+        "/v1/completions": {"prompt": "a", "suffix": None},
+        "/v1/chat/completions": {"messages": ASK, "functions": None, "stream_options": None},
+        "/v1/responses": {"input": "a", "previous_response_id": None},
+    }
+    reply = served.post(path, {**asked[path], "temperature": None})
+    assert reply.status_code == 200, reply.text
+
+
 def test_one_grammar_at_most(served: Running) -> None:
     body: dict[str, Any] = {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}
     reply = served.post("/v1/completions", body)
