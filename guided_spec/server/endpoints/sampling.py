@@ -45,8 +45,10 @@ def sampling_params(
         given["seed"] = body.seed % (MAX_SEED + 1)  # OpenAI's may be negative
     if isinstance(body, CompletionBody):
         given |= {"logprobs": body.logprobs, "echo": bool(body.echo)}
-    elif body.logprobs or body.top_logprobs is not None:
+    elif body.logprobs or (body.logprobs is None and body.top_logprobs is not None):
         given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ConfigError("top_logprobs", body.top_logprobs, "logprobs is false: make it true")
     salt = cache_salt(body.cache_salt)
     return replace(defaults, max_tokens=max_tokens, cache_salt=salt, **given)
 

@@ -111,6 +111,14 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert streamed == tokens
 
 
+def test_logprobs_that_are_not_wanted(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**CREATE, "max_tokens": 8, "logprobs": False}
+    reply = client.chat.completions.create(**options, top_logprobs=0)
+    assert reply.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=3: logprobs is false"):
+        client.chat.completions.create(**options, top_logprobs=3)
+
+
 def test_logit_bias_and_penalties(client: openai.OpenAI, served: Running) -> None:
     text = client.chat.completions.create(**CREATE, max_tokens=1).choices[0].message.content
     (token,) = served.post("/tokenize", {"prompt": text}).json()["tokens"]
