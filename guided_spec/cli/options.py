@@ -122,9 +122,12 @@ class TextOptions:
     def _grammar(self) -> GrammarSpec | None:
         """None for free text. A file is EBNF unless its name ends in ``.lark``."""
         names = ("schema", "regex", "choice", "grammar")
-        given = [f"--{name}" for name in names if getattr(self, name)]
+        given = [name for name in names if getattr(self, name) not in (None, [])]
         if len(given) > 1:
-            raise ConfigError(given[1], "given", f"cannot go with {given[0]}: choose one grammar")
+            first, second = given[:2]
+            value, fix = getattr(self, second), f"cannot go with --{first}: choose one grammar"
+            shown = value if isinstance(value, list) else str(value)
+            raise ConfigError(f"--{second}", shown, fix)
         if self.schema is not None:
             return GrammarSpec.json_schema(read_text("--schema", self.schema))
         if self.regex is not None:
