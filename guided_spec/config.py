@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
-from guided_spec.types import Verifier, require_int
+from guided_spec.types import Verifier, require_int, require_switches
 
 if TYPE_CHECKING:
     from guided_spec.grammar.backends.registry import GrammarBackendName
@@ -93,16 +93,19 @@ class EngineConfig:
     capture: bool = True
 
     def __post_init__(self) -> None:
-        _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
-        _require("tree_nodes", self.tree_nodes, low=0, high=LARGEST_TREE)
-        _require("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
-        _require("max_batch_size", self.max_batch_size, low=1)
-        _require("max_model_len", self.max_model_len, low=2)
-        _require("prefill_tokens", self.prefill_tokens, low=1)
-        _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
-        _require("compile_threads", self.compile_threads, low=1)
-        _require("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
-        _require("device_table_bytes", self.device_table_bytes, low=0)
+        require_int("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
+        require_int("tree_nodes", self.tree_nodes, low=0, high=LARGEST_TREE)
+        require_int("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
+        require_int("max_batch_size", self.max_batch_size, low=1)
+        if self.max_model_len is not None:
+            require_int("max_model_len", self.max_model_len, low=2)
+        require_int("prefill_tokens", self.prefill_tokens, low=1)
+        require_switches(prefix_cache=self.prefix_cache, capture=self.capture)
+        if self.kv_memory_bytes is not None:
+            require_int("kv_memory_bytes", self.kv_memory_bytes, low=1)
+        require_int("compile_threads", self.compile_threads, low=1)
+        require_int("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
+        require_int("device_table_bytes", self.device_table_bytes, low=0)
         if not isinstance(self.grammar_backend, str) or not self.grammar_backend:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
@@ -132,8 +135,3 @@ def _require_limits(limits: object) -> None:
 def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
     if value not in names:
         raise ConfigError(name, value, f"must be one of {', '.join(names)}")
-
-
-def _require(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
-    if value is not None:
-        require_int(name, value, low=low, high=high)

@@ -186,7 +186,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", _read_list("stop", self.stop))
         stops = _read_list("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stops)
-        _require_switches(self.complete, ignore_eos=self.ignore_eos, echo=self.echo)
+        require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
+        if self.complete is not None and not isinstance(self.complete, bool):
+            raise ConfigError("complete", self.complete, "must be True, False or None")
         require_int("max_tokens", self.max_tokens, low=1)
         require_int("top_k", self.top_k, low=-1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM and SGLang say "all"
@@ -268,6 +270,13 @@ def require_int(name: str, value: object, *, low: int, high: int | None = None) 
         raise ConfigError(name, value, f"must be {bound}")
 
 
+def require_switches(**switches: object) -> None:
+    """Raise ConfigError, naming the argument, for what is no bool."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(name, value, "must be True or False")
+
+
 def _read_list(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     try:
         return tuple(values)
@@ -280,14 +289,6 @@ def _require_range(name: str, value: object, *, low: float, high: float) -> None
         raise ConfigError(name, value, "must be a number")
     if not low <= value <= high:  # also refuses NaN
         raise ConfigError(name, value, f"must be between {low:g} and {high:g}")
-
-
-def _require_switches(complete: object, **switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(name, value, "must be True or False")
-    if complete is not None and not isinstance(complete, bool):
-        raise ConfigError("complete", complete, "must be True, False or None")
 
 
 def _require_cache_and_policy(salt: object, policy: object) -> None:

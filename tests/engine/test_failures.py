@@ -240,6 +240,8 @@ def test_after_close() -> None:
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
         ({"prefill_tokens": 1.5}, "prefill_tokens=1.5: must be an int"),
+        ({"max_batch_size": None}, "max_batch_size=None: must be an int"),
+        ({"prefix_cache": "off"}, "prefix_cache='off': must be True or False"),
         ({"proposer": "draft_model"}, "draft=None: name a smaller model"),
         ({"proposer": "chain:ngram"}, "name at least two proposers"),
         ({"proposer": "chain:ngram+chain"}, "name at least two proposers"),
