@@ -47,7 +47,7 @@ from guided_spec.ops.sampling.tree import require_tree_verifier
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.ops.table_rows import copy_rows
-from guided_spec.proposers import build_proposer, resolve_auto
+from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams
 
@@ -273,6 +273,8 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
+        if proposer:  # before a large model is loaded for it
+            require_proposer(proposer)
         if draft is not None:
             _require_source("draft", draft)
         model = named_model(model)

@@ -69,8 +69,11 @@ def proposer_names() -> list[str]:
 
 def require_proposer(spec: str) -> None:
     """Raise UnknownProposerError for a spec with a name that nobody registered, and ConfigError for
-    one with something behind a name that takes nothing. Builds nothing."""
-    for member in spec.removeprefix("chain:").split("+"):
+    what is no str or has something behind a name that takes nothing. Builds nothing."""
+    if not isinstance(spec, str):
+        raise ConfigError("proposer", spec, "must be a name, such as 'ngram'")
+    members = spec.removeprefix("chain:")
+    for member in [spec] if members == spec else members.split("+"):
         name, _, argument = member.partition(":")
         if name not in proposer_names():
             raise _unknown(name)

@@ -252,6 +252,12 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         make_llm("llama", options.pop("proposer", "none"), **options)
 
 
+@pytest.mark.parametrize("proposer", [3, "eagle9", "chain:ngram+eagle9"])
+def test_a_proposer_is_looked_up_before_the_model_is_loaded(proposer: Any) -> None:
+    with pytest.raises(ConfigError, match="proposer="):
+        LLM("./nowhere", proposer)
+
+
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "allowed_token_ids"])
 def test_a_list_that_is_none(name: str) -> None:
     given: dict[str, Any] = {name: 3}
