@@ -90,6 +90,8 @@ def start_engine(name: str, wanted: Wanted) -> Runner:
     """Load the model into the engine of that name. Raises ConfigError and ModelError."""
     if name not in ENGINES:
         raise ConfigError("engine", name, f"must be one of {', '.join(ENGINES)}")
+    if not isinstance(wanted.engine_options, Mapping):
+        raise ConfigError("engine_options", wanted.engine_options, "must be a dict of its options")
     runner: Runner = resolve_name(ENGINES[name])(wanted)
     return runner
 

@@ -49,7 +49,7 @@ from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.ops.table_rows import copy_rows
 from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
 from guided_spec.proposers.draft_trees import DraftTrees
-from guided_spec.types import Draft, SamplingParams
+from guided_spec.types import Draft, SamplingParams, require_switches
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest
@@ -239,7 +239,10 @@ class Options:
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> Options:
-        """Sort keyword arguments into their places. Raises ConfigError for an unknown one."""
+        """Sort keyword arguments into their places.
+
+        Raises ConfigError for an unknown one, and for one that cannot be.
+        """
         engine_names = {f.name for f in fields(EngineConfig)}
         known = {"tokenizer", *cls.LOAD_NAMES, *engine_names}
         for name, value in options.items():
@@ -247,6 +250,8 @@ class Options:
                 raise ConfigError(
                     name, value, f"unknown; the options are {', '.join(sorted(known))}"
                 )
+        if (trusted := options.get("trust_remote_code")) is not None:  # "no" would be yes
+            require_switches(trust_remote_code=trusted)
         return cls(
             tokenizer=options.get("tokenizer"),
             load={n: options[n] for n in cls.LOAD_NAMES if options.get(n) is not None},

@@ -242,6 +242,8 @@ def test_after_close() -> None:
         ({"prefill_tokens": 1.5}, "prefill_tokens=1.5: must be an int"),
         ({"max_batch_size": None}, "max_batch_size=None: must be an int"),
         ({"prefix_cache": "off"}, "prefix_cache='off': must be True or False"),
+        ({"trust_remote_code": "no"}, "trust_remote_code='no': must be True or False"),
+        ({"engine_options": "seed=1"}, "engine_options='seed=1': must be a dict"),
         ({"proposer": "draft_model"}, "draft=None: name a smaller model"),
         ({"proposer": "chain:ngram"}, "name at least two proposers"),
         ({"proposer": "chain:ngram+chain"}, "name at least two proposers"),
