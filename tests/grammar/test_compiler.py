@@ -64,9 +64,9 @@ def test_a_schema_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed.append(text)
         return loads(text)
 
-    monkeypatch.setattr(json, "loads", load)
     markers = Markers(BYTES, lambda text: list(text.encode()))
     pipeline = GrammarPipeline(XGrammarBackend(BYTES), GrammarLimits(), markers=markers)
+    monkeypatch.setattr(json, "loads", load)
     compiling = GrammarCompileQueue(pipeline, close_backend=pipeline.close)
     result(compiling.submit(GrammarSpec("json_schema", source)))
     assert parsed == [source]

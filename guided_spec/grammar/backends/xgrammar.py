@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +28,8 @@ from guided_spec.grammar.vocabulary import Vocabulary
 # take 40 MB each, and seconds to compile.
 _CACHE_BYTES = 128 * 2**20
 CACHE_BUG = "per_rule_fsm_hashes"
+# Fields of a serialized ``TokenizerInfo``; quotes inside of tokens are escaped there.
+_SORTED, _BEHIND = '"sorted_decoded_vocab":', '"trie_subtree_nodes_range":'
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
 
 
@@ -56,11 +58,13 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         self._compilers = self._new_compilers(list(vocabulary.token_bytes))
 
     def _new_compilers(self, data: list[bytes]) -> _Compilers:
-        info = xgrammar.TokenizerInfo(
-            data,
-            xgrammar.VocabType.RAW,
-            vocab_size=self.vocabulary.vocab_size,
-            stop_token_ids=list(self.vocabulary.stop_token_ids),
+        info = _with_prefixes(
+            xgrammar.TokenizerInfo(
+                data,
+                xgrammar.VocabType.RAW,
+                vocab_size=self.vocabulary.vocab_size,
+                stop_token_ids=list(self.vocabulary.stop_token_ids),
+            )
         )
         threads = self._compile_threads
         return _Compilers(
@@ -178,6 +182,32 @@ class XGrammarGrammar:
         stops = [*self.stops] or None
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
         return cast(GrammarMatcher, matcher)
+
+
+def _with_prefixes(info: Any) -> Any:
+    """The same tokens, each with those that begin with it.
+
+    Behind a token that is refused, a mask leaves out those that xgrammar takes to begin with it.
+    xgrammar 0.2.8 takes all that follow it in the alphabet as long as they hold it anywhere: masks
+    lacked ``rror`` behind the ``e`` of ``error`` where there is a token ``ror``.
+    """
+    head, found, tail = info.serialize_json().partition(_BEHIND)
+    if not found:  # a release that keeps something else
+        return info
+    listed = head[head.index(_SORTED) + len(_SORTED) : -1]
+    behind = _behind_prefixed([text for _, text in json.loads(listed)])
+    mended = head + found + json.dumps(behind) + tail[tail.index("]") + 1 :]
+    return xgrammar.TokenizerInfo.deserialize_json(mended)
+
+
+def _behind_prefixed(texts: Sequence[str]) -> list[int]:
+    """Of sorted texts: the place behind the last one that begins with each."""
+    behind, begun = [len(texts)] * len(texts), list[int]()
+    for at, text in enumerate(texts):
+        while begun and not text.startswith(texts[begun[-1]]):
+            behind[begun.pop()] = at
+        begun.append(at)
+    return behind
 
 
 @contextmanager

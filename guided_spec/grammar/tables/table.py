@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -125,24 +125,6 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
     merged, index = _merge(names[then[:, reached]])
     ends = _longest_ends(merged, automaton.missing[reached], clock)
     return _with_rows(merged, index[classes], ends, limits, clock)
-
-
-def without_tokens(
-    table: TokenTable, lacking: Mapping[int, Sequence[int]], limits: TableLimits, clock: Clock
-) -> TokenTable:
-    """The same table, but that some tokens are refused in some states. lacking: token to states.
-
-    Raises NoTableError where it is beyond the limits.
-    """
-    columns, classes = [*table.then.T], table.classes.copy()
-    for token_id, states in lacking.items():
-        column = table.then[:, table.classes[token_id]].copy()
-        column[list(states)] = REFUSED
-        classes[token_id] = len(columns)
-        columns.append(column)
-    used, numbers = np.unique(classes, return_inverse=True)
-    merged, index = _merge(np.stack([columns[at] for at in used.tolist()]))
-    return _with_rows(merged, index[numbers], table.ends, limits, clock)
 
 
 class _Columns:
@@ -287,7 +269,6 @@ def _margins(then: NDArray[np.int16], clock: Clock) -> NDArray[np.uint8]:
 
 
 _LONGEST_WALK = 400  # tokens, then another text begins
-_MOST_LACKING = 1024  # tokens that a matcher lacks: more are another language
 
 
 class Difference(NamedTuple):
@@ -319,11 +300,8 @@ def tabled_part(compiled: CompiledGrammar) -> CompiledGrammar:
 def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLimits) -> TokenTable:
     """The table of a compiled grammar; in each of its states a matcher has been asked.
 
-    A mask may lack tokens that the rules allow: xgrammar 0.2.8 has no ``rror`` behind the ``e`` of
-    ``error`` where there is a token ``ror``. The matcher is what counts: the table lacks them, too.
-
     Raises NoTableError where its rules are not known, where the table is beyond the limits, and
-    where the matcher allows what the rules do not.
+    where a matcher has another row.
     """
     clock = Clock(limits.seconds)
     try:
@@ -331,15 +309,11 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
     except UnreadableGrammarError as error:
         raise NoTableError(str(error)) from error
     table = build_table(rules, spelling, limits, clock)
-    lacking = dict[int, list[int]]()
     for text, state, matcher in _every_state(table, compiled):
         clock.look()
-        more, fewer = _differ(table, state, matcher) or ((), ())
-        for token_id in more:
-            lacking.setdefault(token_id, []).append(state)
-        if fewer or len(lacking) > _MOST_LACKING:
+        if _differ(table, state, matcher) is not None:
             raise NoTableError(f"its matcher differs behind the tokens {list(text)}")
-    return without_tokens(table, lacking, limits, clock) if lacking else table
+    return table
 
 
 def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | None:

@@ -13,8 +13,10 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.protocol import legal_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import ids_of
 from tests.masks.walks import BYTES, accepts
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
@@ -169,3 +171,24 @@ def test_only_the_shortest_spelling_in_utf8(schema: dict[str, Any]) -> None:
         assert not all(matcher.accept_token(byte) for byte in b'"' + spelled)
     matcher = compiled.new_matcher()
     assert all(matcher.accept_token(byte) for byte in '"é東🙂"'.encode())
+
+
+@pytest.mark.parametrize("word", ["error", "bbabb", "bbbbab", "abbab"])
+def test_masks_have_every_token_that_goes_on(word: str) -> None:
+    """Also those that hold another one, which is refused and stands before them in the alphabet."""
+    parts = sorted(
+        {word[at:end] for at in range(len(word)) for end in range(at + 1, len(word) + 1)}
+    )
+    for left_out in ("", *parts):
+        texts = [part.encode() for part in parts if part != left_out or len(part) == 1]
+        vocabulary = Vocabulary((*texts, b""), (len(texts),), len(texts) + 1)
+        grammar = XGrammarBackend(vocabulary, compile_threads=1).compile(GrammarSpec.choice([word]))
+        for length in range(len(word)):
+            matcher = grammar.new_matcher()
+            for letter in word[:length].encode():
+                assert matcher.accept_token(texts.index(bytes([letter])))
+            legal = ids_of(legal_row(matcher, vocabulary.vocab_size), vocabulary.vocab_size)
+            going_on = [
+                at for at, text in enumerate(texts) if word[length:].startswith(text.decode())
+            ]
+            assert legal == going_on

@@ -196,6 +196,16 @@ def test_every_text_ends_within_its_budget(name: str) -> None:
     assert len(set(lengths)) > 1
 
 
+def test_no_dead_end_where_a_token_holds_an_illegal_one() -> None:
+    """xgrammar's own mask lacks ``rror`` behind ``e``, by which the shortest way may go."""
+    texts = (*(b"%c" % letter for letter in range(97, 123)), b"ror", b"rror", b"")
+    vocabulary = Vocabulary(texts, (len(texts) - 1,), len(texts))
+    compiled = XGrammarBackend(vocabulary).compile(GrammarSpec.choice(["error"]))
+    endings = EndingsCache(vocabulary).of(compiled)
+    for seed in range(50):
+        write(compiled, endings, vocabulary, random.Random(seed))
+
+
 OF_EITHER = {"regex", "groups", "choice"}  # whose rules can be read whoever compiles them
 
 
