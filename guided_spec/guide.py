@@ -127,9 +127,11 @@ class GuidedText:
 
         Raises BudgetTooSmallError where no text is known that is short enough.
         """
-        if endings is not None and self.params.complete is not False:
-            budget = self.max_length - self.prompt_length
-            is_required = self.params.complete is True
+        params, budget = self.params, self.max_length - self.prompt_length
+        is_required = params.complete is True
+        # Where ``min_tokens`` bans the end up to the last token, no text ends in time.
+        may_end = is_required or (params.complete is None and params.min_tokens < budget)
+        if endings is not None and may_end:
             grammar = endings.bound(grammar, budget, is_required=is_required)
         self.constraint = Constraint(grammar, self.grammar_ends)
 

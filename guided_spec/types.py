@@ -256,6 +256,9 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             fix = f"must be at most max_tokens, which is {self.max_tokens}"
             raise ConfigError("min_tokens", self.min_tokens, fix)
+        if self.complete and self.min_tokens == self.max_tokens:
+            fix = "with complete=True must be below max_tokens: one more token ends the text"
+            raise ConfigError("min_tokens", self.min_tokens, fix)
         _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)

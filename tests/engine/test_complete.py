@@ -231,3 +231,33 @@ def test_the_law_of_whole_texts_under_a_budget(proposer: str) -> None:
     expected = torch.tensor(list(law.values()), dtype=torch.float64)
     assert int((expected * NUM_SEEDS > 10).sum()) > 10
     assert chi_square_p_value(observed, expected) > 1e-6
+
+
+def test_a_text_that_may_not_end_in_time_is_cut_off() -> None:
+    """Its budget would leave nothing but the stop token at the last one, and that is banned."""
+    spec = GrammarSpec.regex("[a-z]{1,100}")
+    with make_llm("llama", "ngram") as llm:
+        by_length = {
+            complete: one(
+                llm, SamplingParams(max_tokens=5, min_tokens=5, grammar=spec, complete=complete)
+            )
+            for complete in (None, False)
+        }
+        context = SamplingParams(
+            max_tokens=400, min_tokens=300, grammar=GrammarSpec.regex("[a-z]*")
+        )
+        by_context = one(llm, context)
+        assert len(by_context.token_ids) == llm.max_model_len - len(llm.encode("A"))
+    assert by_length[None].token_ids == by_length[False].token_ids
+    assert [text.finish_reason for text in (*by_length.values(), by_context)] == ["length"] * 3
+    assert by_length[None].stats.ends_lost == 1
+
+
+def test_a_whole_text_is_longer_than_its_least_tokens() -> None:
+    spec = GrammarSpec.regex("[a-z]{1,100}")
+    with pytest.raises(ConfigError, match=r"min_tokens.* below max_tokens"):
+        SamplingParams(max_tokens=5, min_tokens=5, grammar=spec, complete=True)
+    with make_llm("llama") as llm:
+        text = one(llm, SamplingParams(max_tokens=5, min_tokens=4, grammar=spec, complete=True))
+    assert text.is_complete
+    assert len(text.token_ids) == 5
