@@ -219,10 +219,17 @@ class SearchEndings(Endings):
         key = tuple(token_ids)
         if key not in state.behind:
             data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
-            found = self._behind(state, data, matcher)
-            scan = state.scan if found == state.text else None
-            state.behind[key] = None if found is None else Way(found, scan)
+            self._keep(state, key, self._behind(state, data, matcher))
+        # The row may have the token for the sake of another way, found later and shorter.
+        seen = None if state.scan is None else state.scan.way_behind(key)
+        least = self.cost(state.behind[key])
+        if seen is not None and self.cost(Way(seen)) < least and self.completes(matcher, (), seen):
+            self._keep(state, key, seen)
         return state.behind[key]
+
+    def _keep(self, state: Way, key: tuple[int, ...], found: bytes | None) -> None:
+        scan = state.scan if found == state.text else None
+        state.behind[key] = None if found is None else Way(found, scan)
 
     def is_free(self, state: Way, remaining: int) -> bool:
         """Whether much is to spare."""
@@ -387,6 +394,10 @@ class Scan:
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
         self._trials = _TRIALS
+
+    def way_behind(self, token_ids: Sequence[int]) -> bytes | None:
+        """The way for whose sake a row may have this token; None where none was tried."""
+        return self._ways.get(token_ids[0]) if len(token_ids) == 1 else None
 
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""

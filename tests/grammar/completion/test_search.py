@@ -35,6 +35,12 @@ SCHEMAS: dict[str, Any] = {
         "required": ["a", "b"],
         "additionalProperties": False,
     },
+    "branch": {
+        "type": "object",
+        "properties": {"name": STRING, "null": {"type": "boolean"}},
+        "required": ["null"],
+        "additionalProperties": False,
+    },
     "keys": {"type": "object", "additionalProperties": {"type": ["integer", "object"]}},
     "string": {"type": "string", "minLength": 3, "maxLength": 9},
     "pattern": {"type": "string", "pattern": '^"[a-z ]{2,9}$'},
@@ -93,6 +99,21 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
             assert not matcher.has_lost_end
             length += 1
         assert length <= budget
+
+
+def test_a_token_that_begins_two_ways_goes_on_with_the_shorter_one() -> None:
+    """The token ``null``, which is looked at later, shows what may follow ``n``."""
+    compiled = compiled_of("branch")
+    endings = endings_of(compiled)
+    assert endings.start is not None
+    assert endings.start.text == b'{"name": "", "null": false}'
+    matcher = CompletingGrammar(compiled, endings, endings.cost(endings.start)).new_matcher()
+    for text in (b'{"', b"n"):
+        token = TEXTS.index(text)
+        assert token in legal(matcher, EOS + 1)
+        assert matcher.accept_token(token)
+        assert not matcher.has_lost_end
+    assert legal(matcher, EOS + 1) == {ord("u")}
 
 
 @pytest.mark.slow
