@@ -166,8 +166,9 @@ class GuidedText:
         """
         if self.ended is not None:
             return
-        if error is None and self.constraint is not None:
-            error = self.constraint.catch_up()
+        if self.constraint is not None:
+            failure = self.constraint.catch_up()  # in any case: it counts where the budget cut rows
+            error = error or failure
         self.ended, self.error = reason if error is None else "error", error
 
     def _take(

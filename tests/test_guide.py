@@ -21,14 +21,18 @@ from guided_spec.errors import (
     PromptError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.protocol import legal_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide, GuidedText
+from guided_spec.masks.constraint import Constraint
 from guided_spec.proposers import build_proposer
 from guided_spec.step import Committed, commit, speculative_step
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
-from tests.toys import CPU, toy_context
+from tests.toys import CPU, ToyCompiled, text_rule, toy_context
+from tests.toys import VOCABULARY as TOYS
 
 CONFIG = EngineConfig(num_draft_tokens=3, max_forced_tokens=4, max_batch_size=3, verifier="coupled")
 SCHEMA = {
@@ -224,3 +228,20 @@ def test_a_context_bounds_the_text() -> None:
     with pytest.raises(PromptError, match="fewer than max_model_len=4"):
         small.open(0, [1, 2, 3, 4])
     small.close()
+
+
+def test_a_text_that_fails_counts_what_its_budget_cut() -> None:
+    """Its last tokens were committed in the step that failed, and no matcher had read them."""
+    text = GuidedText.begin([0], SamplingParams(max_tokens=4), TOYS, max_length=9, seed=0)
+    inner = ToyCompiled(text_rule([b"abc", b"abcdefgh", b"abdefgha"]))
+    grammar = EndingsCache(TOYS).bound(inner, 4, is_required=True)
+    text.constraint = constraint = Constraint(grammar, TOYS.stop_token_ids)
+    fork = constraint.fork()
+    for token in (0, 1, 2):
+        assert legal_row(fork.matcher, TOYS.vocab_size).any()
+        assert fork.accept(token)
+    assert constraint.commit_ahead([0, 1, 2]) == [0, 1, 2]
+    error = NoTokenLeftError("nothing may follow")
+    text.end("error", error)
+    assert text.error is error
+    assert constraint.steered == [2]
