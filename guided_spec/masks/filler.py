@@ -35,7 +35,8 @@ class Walk:
     draft. starved: positions at which the drafter knew none of the legal tokens.
     stops: where the device takes its rows from a table, the tokens that end a text there; no fork
     goes along then, since each token is drawn under its row. See ``Lookahead.leave``.
-    branches: what stands beside the draft, see ``Lookahead.grow``.
+    branches: what stands beside the draft, see ``Lookahead.grow``. is_grown: whether anything was
+    tried there, for which the fork left the draft.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Walk:
         "filled",
         "fork",
         "has_ended",
+        "is_grown",
         "is_open",
         "is_paused",
         "limit",
@@ -67,6 +69,7 @@ class Walk:
         self.refused: int | None = None
         self.starved = 0
         self.branches: list[Branch] = []
+        self.is_grown = False
 
     @property
     def is_tabled(self) -> bool:

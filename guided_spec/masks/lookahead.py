@@ -412,6 +412,7 @@ class Lookahead:
         """
         self._wake()
         walk = self._walks[request]
+        walk.is_grown = True
         if walk.fork is not None:
             text = [*walk.text_at(parent), token_id]
             if walk.fork.advance(text) < len(text):
@@ -430,7 +431,7 @@ class Lookahead:
         paths: [B] its places, -1 behind its end. Nothing is grown any more.
         """
         for walk, path in zip(self._walks, paths, strict=True):
-            if walk.branches:
+            if walk.is_grown:
                 self._follow(walk, [place for place in path if place >= 0])
 
     def _follow(self, walk: Walk, places: Sequence[int]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
-from tests.toys import CPU, EOS, VOCAB_SIZE, ToyCompiled, hashed_rule, text_rule
+from tests.toys import CPU, EOS, VOCAB_SIZE, VOCABULARY, ToyCompiled, hashed_rule, text_rule
 
 DEPTHS = 20
 
@@ -98,3 +99,24 @@ def test_a_draft_with_an_illegal_token_grows_nothing() -> None:
     assert lookahead.can_grow(0)
     lookahead.extend([[0, 0], []])
     assert [lookahead.can_grow(request) for request in (0, 1)] == [False, True]
+
+
+def test_a_branch_that_is_refused_leaves_what_the_budget_cut() -> None:
+    grammar = EndingsCache(VOCABULARY).bound(
+        ToyCompiled(text_rule([b"abc", b"abcdefgh", b"abdefgha"])), 4, is_required=True
+    )
+    steered = []
+    for refused in ((), (0, 1)):
+        constraint = Constraint(grammar, VOCABULARY.stop_token_ids)
+        rows = MaskRows(1, DEPTHS, VOCAB_SIZE, CPU)
+        rows.clear()
+        lookahead = Lookahead.fork([constraint], rows, [8])
+        assert lookahead.extend([[0, 1, 2]]) == [[0, 1, 2]]
+        assert lookahead.peek(0) is not None
+        for parent in refused:
+            assert lookahead.grow(0, parent, 4) is None
+        lookahead.finish(3)
+        lookahead.follow([[1, 2, 3]])
+        assert constraint.commit([0, 1, 2, EOS]) == [0, 1, 2, EOS]
+        steered.append(constraint.steered)
+    assert steered[0] == steered[1] != []
