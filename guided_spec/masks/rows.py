@@ -84,8 +84,12 @@ class TableWalk(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A table on the device: its parts, and a cursor of each state, int64 [N, 6] on the host."""
+    """A table on the device: its parts, and a cursor of each state, int64 [N, 6] on the host.
 
+    size: bytes that it counts for.
+    """
+
+    size: int
     parts: tuple[Tensor, ...]
     cursors: NDArray[np.int64]
 
@@ -106,7 +110,7 @@ class DeviceTables:
         prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._device, self._words = device, words
-        self._limit = limit
+        self._left = limit  # bytes
         self._prepare = prepare
         # In the order of their last use. No LRUCache: what this step's texts need must stay.
         self._held: dict[TokenTable, _Held] = {}
@@ -145,29 +149,31 @@ class DeviceTables:
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
         held = self._held.pop(table, None)
         if held is None:
-            if not self._evict(table.memory_size_bytes, wanted):
+            size = table.memory_size_bytes
+            if not self._evict(size, wanted):
                 return None
             try:
-                held = self._hold(table)
+                held = self._hold(table, size)
             except torch.OutOfMemoryError:
                 return None
+            self._left -= size
         self._held[table] = held
         return held
 
     def _evict(self, size: int, wanted: Container[TokenTable]) -> bool:
         """Whether there is room for so many bytes; what nobody wants goes for it, if that helps."""
-        left = self._limit - sum(table.memory_size_bytes for table in self._held)
+        if self._left >= size:
+            return True
         spare = [table for table in self._held if table not in wanted]
-        if left + sum(table.memory_size_bytes for table in spare) < size:
+        if self._left + sum(self._held[table].size for table in spare) < size:
             return False
         for table in spare:
-            if left >= size:
+            self._left += self._held.pop(table).size
+            if self._left >= size:
                 break
-            del self._held[table]
-            left += table.memory_size_bytes
         return True
 
-    def _hold(self, table: TokenTable) -> _Held:
+    def _hold(self, table: TokenTable, size: int) -> _Held:
         assert table.rows.shape[1] == self._words  # else kernels would read what lies behind
         classes, then = self._upload(table.classes), self._upload(table.then)
         rows = self._upload(table.rows)
@@ -179,18 +185,20 @@ class DeviceTables:
         cursors = np.empty((count, CURSOR), dtype=np.int64)
         cursors[:, :STATE] = classes.data_ptr(), then.data_ptr(), width, row_at.data_ptr()
         cursors[:, STATE], cursors[:, SOURCE] = np.arange(count), at
-        return _Held((classes, then, rows, row_at), cursors)
+        return _Held(size, (classes, then, rows, row_at), cursors)
 
     def _upload(self, part: NDArray[Any]) -> Tensor:
         """A copy on the device, behind what was launched on the current stream; not waited for.
 
         Whoever reads it is launched on that stream too, or waits for it.
         """
-        own = torch.tensor(part)
-        if self._device.type == "cuda":
-            # From other memory the host would wait until the device has done all before. torch
-            # keeps this as long as the copy needs it.
-            own = own.pin_memory()
+        if self._device.type != "cuda":
+            return torch.tensor(part)
+        # From other memory the host would wait until the device has done all before. torch keeps
+        # this as long as the copy needs it.
+        dtype = torch.from_numpy(np.empty(0, part.dtype)).dtype
+        own = torch.empty(part.shape, dtype=dtype, pin_memory=True)
+        own.numpy()[...] = part
         return own.to(self._device, non_blocking=True)
 
 

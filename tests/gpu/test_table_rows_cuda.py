@@ -7,6 +7,7 @@ import torch
 
 from guided_spec.integrations.vllm.drafts.walks import drafter_rows
 from guided_spec.masks.rows import DeviceTables, MaskRows
+from guided_spec.models.packed.decoder import refusing_waits
 from guided_spec.ops import table_rows
 from guided_spec.ops.mailbox import UNTICKETED, Mailbox, Told, answer, fetch_rows
 from guided_spec.ops.table_rows import SOURCE
@@ -26,11 +27,8 @@ def test_the_host_waits_for_no_upload() -> None:
     table = random_table(3, 4100)
     own = torch.full((table.rows.shape[1],), 5, dtype=torch.int32, device=CUDA)
     placed = DeviceTables(CUDA, len(own), 2**24, lambda rows: drafter_rows(rows, own))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_waits():
         cursor = placed.cursor(table, 2, ())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert cursor is not None
     found = torch.zeros(1, len(own), dtype=torch.int32, device=CUDA)
     table_rows.copy_rows(torch.tensor([cursor[SOURCE]], device=CUDA), found)

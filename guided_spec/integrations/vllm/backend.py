@@ -125,7 +125,9 @@ class TabledGrammars:
     def _make(self, spec: GrammarSpec, part: CompiledGrammar) -> TokenTable:
         del spec
         printed = GrammarSpec("ebnf", source_of(part).text)
-        return self._workers.make_table(printed, GrammarLimits(), TableLimits())
+        table = self._workers.make_table(printed, GrammarLimits(), TableLimits())
+        _ = table.fingerprint  # read now, in the maker's thread: a worker's step must not wait
+        return table
 
 
 def ending_with(grammar: CompiledGrammar, stops: frozenset[int]) -> CompiledGrammar:

@@ -72,7 +72,7 @@ class Rank:
         parallel = SimpleNamespace(tensor_parallel_size=RANKS, pipeline_parallel_size=1)
         self.requests = GrammarRequests(SimpleNamespace(parallel_config=parallel))
         with torch.inference_mode(mode=False):
-            self.walks = Walks(len(GRAMMARS), DEPTH, VOCAB_SIZE, None, CPU)
+            self.walks = Walks(len(GRAMMARS), DEPTH, VOCAB_SIZE, None, CPU, 2**24)
         self.requests.walk_with(self.walks, ranks)
         self.seen = list[tuple[list[str], list[Any], Any]]()
         self.looks = list[Any]()
@@ -207,7 +207,7 @@ def test_a_rank_without_room_leaves_the_others_without_a_walk(world: World) -> N
         for spec in TOKENS:
             rank.made[spec].set_result(whole_table(spec))
         if number == 0:
-            rank.walks._tables._limit = size  # of one table
+            rank.walks._tables._left = size  # of one table
         rank.add("a", "d")
         rank.wait()
         for _ in range(3):
@@ -325,7 +325,7 @@ def test_whatever_comes_when_all_ranks_do_the_same(
     steps: list[tuple[str, list[str], list[int]]],
 ) -> None:
     def script(rank: Rank, number: int) -> None:
-        rank.walks._tables._limit = limits[number]
+        rank.walks._tables._left = limits[number]
         for at, (what, names, counts) in enumerate(steps):
             take(rank, at, number, kinds)
             for name in names:

@@ -37,8 +37,8 @@ def test_what_a_drafter_reads(own: list[int] | None) -> None:
             assert ids_of(row, VOCABULARY) == ids
 
 
-def walks(requests: int = 3) -> Walks:
-    return Walks(requests, DEPTH, VOCABULARY, None, CPU)
+def walks(requests: int = 3, room: int = 2**24) -> Walks:
+    return Walks(requests, DEPTH, VOCABULARY, None, CPU, room)
 
 
 def legal_way(table: TokenTable, length: int) -> list[int]:
@@ -133,12 +133,13 @@ def test_tokens_outside_of_the_vocabulary_are_none() -> None:
     assert torch.equal(rows_of(own.start(["a"]), 0, 1)[0], expected)
 
 
-def test_tables_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_use_stay() -> None:
     tables = [whole_table(seed) for seed in range(3)]
     size = max(table.memory_size_bytes for table in tables)
-    monkeypatch.setattr("guided_spec.integrations.vllm.drafts.walks.TABLE_BYTES", 2 * size)
-    own = walks()
+    own = walks(room=2 * size)
     assert own.begin("a", tables[0], []) > LATER
+    assert own.begin("a too", tables[0], []) > LATER
+    own.forget("a too")
     assert own.begin("b", tables[1], []) > LATER
     assert own.begin("c", tables[2], []) == LATER
     own.forget("a")

@@ -32,7 +32,7 @@ from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
 from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.drafts.masks import DraftMasks, Lead
-from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.drafts.walks import Walks, table_bytes
 from guided_spec.integrations.vllm.plugin import (
     FORCED,
     TABLES,
@@ -98,7 +98,8 @@ class Drafting:
             self._walks: Walks | None = None
             if has_tables:
                 own = self._masks.own
-                self._walks = Walks(size, num_draft, vocab_size, own, drafter.device)
+                room = table_bytes(drafter.device)
+                self._walks = Walks(size, num_draft, vocab_size, own, drafter.device, room)
                 self.requests.walk_with(self._walks, ranks_of(config))
         self._draft = draft
         self._forced = self._forced_drafter(drafter, width, size)
