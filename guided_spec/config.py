@@ -61,7 +61,8 @@ class EngineConfig:
         before its first text begins; "off" of none. The texts are the same.
     device_table_bytes: what the tables of running texts may take where drafts are made; an EAGLE-3
         head under ``mask`` then takes its masks, and the target's, from there without the host. The
-        least recently used goes first; 0 leaves all of it to the host.
+        least recently used goes first; 0 leaves all of it to the host. None takes a sixty-fourth of
+        a CUDA device's memory, 256 MiB of the host's for models on the CPU.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
@@ -87,7 +88,7 @@ class EngineConfig:
     grammar_backend: GrammarBackendName = "auto"
     grammar_limits: GrammarLimits | None = None
     grammar_tables: GrammarTables = "auto"
-    device_table_bytes: int = 2**28
+    device_table_bytes: int | None = None
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
     capture: bool = True
@@ -105,7 +106,8 @@ class EngineConfig:
             require_int("kv_memory_bytes", self.kv_memory_bytes, low=1)
         require_int("compile_threads", self.compile_threads, low=1)
         require_int("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
-        require_int("device_table_bytes", self.device_table_bytes, low=0)
+        if self.device_table_bytes is not None:
+            require_int("device_table_bytes", self.device_table_bytes, low=0)
         if not isinstance(self.grammar_backend, str) or not self.grammar_backend:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)

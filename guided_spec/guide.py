@@ -25,7 +25,7 @@ from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.rows import MaskRows
+from guided_spec.masks.rows import MaskRows, default_table_bytes
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.sampling.adjust import (
     Adjustments,
@@ -214,8 +214,9 @@ class Batches:
     def __init__(
         self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
     ) -> None:
-        depths, table_bytes = config.longest_draft + 1, config.device_table_bytes
-        self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
+        depths, room = config.longest_draft + 1, config.device_table_bytes
+        room = default_table_bytes(device) if room is None else room
+        self._rows = MaskRows(num_slots, depths, vocab_size, device, room)
         self._config, self._vocab_size, self._device = config, vocab_size, device
         self._stacked: _Stacked | None = None
 

@@ -53,7 +53,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "capture": ((True,), "pass engine_options={'enforce_eager': True}"),
     "device": (("cuda",), "vLLM takes what CUDA_VISIBLE_DEVICES leaves it: set that"),
     "device_map": ((), "pass tensor_parallel_size or pipeline_parallel_size"),
-    "device_table_bytes": ((), "tables may take a 64th of the device: leave it out"),
+    "device_table_bytes": ((None,), "tables may take a 64th of the device: leave it out"),
     "drafting": (("auto", "always"), "vLLM always drafts: leave it out"),
     "grammar_backend": (("auto", "xgrammar"), "the plugin needs vLLM's xgrammar: leave it out"),
     "grammar_tables": (("auto", "off"), "a grammar that comes again gets a table: leave it out"),

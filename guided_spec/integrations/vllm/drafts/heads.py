@@ -32,7 +32,7 @@ from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
 from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.drafts.masks import DraftMasks, Lead
-from guided_spec.integrations.vllm.drafts.walks import Walks, table_bytes
+from guided_spec.integrations.vllm.drafts.walks import Walks
 from guided_spec.integrations.vllm.plugin import (
     FORCED,
     TABLES,
@@ -46,7 +46,7 @@ from guided_spec.integrations.vllm.ranks import RANKS, ranks_of
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.rows import MaskRows
+from guided_spec.masks.rows import MaskRows, default_table_bytes
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 
@@ -98,7 +98,7 @@ class Drafting:
             self._walks: Walks | None = None
             if has_tables:
                 own = self._masks.own
-                room = table_bytes(drafter.device)
+                room = default_table_bytes(drafter.device)
                 self._walks = Walks(size, num_draft, vocab_size, own, drafter.device, room)
                 self.requests.walk_with(self._walks, ranks_of(config))
         self._draft = draft

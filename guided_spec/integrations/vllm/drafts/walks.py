@@ -28,17 +28,7 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, follow
 
-# What tables take of a device's memory: of 80 GB those of six hundred grammars of JSON documents.
-SHARE = 64
 TAIL = 4  # words behind a drafter's row: the token that it has to take, else -1; then nothing
-
-
-def table_bytes(device: torch.device) -> int:
-    """What tables may take of its memory."""
-    if device.type != "cuda":
-        return 2**28
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return total // SHARE
 
 
 def drafter_rows(rows: Tensor, own: Tensor | None) -> Tensor:
