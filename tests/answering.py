@@ -28,10 +28,14 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of five, a busy machine resets those that come together
+
+
 @contextmanager
 def running(handler: type[Answering]) -> Iterator[str]:
     """Its address, up to ``/v1``."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
