@@ -474,10 +474,14 @@ class Engine:
 
     def _decoding(self) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
-        for request in self._scheduler.running(State.DECODE):
+        requests = self._scheduler.running(State.DECODE)
+        # However little of a draft a text may take itself: rows are as wide as the longest.
+        lengths = [len(request.text.tokens) + self.config.longest_draft for request in requests]
+        if self.model.holds([request.text.slot for request in requests], lengths):
+            return requests
+        for request, length in zip(requests, lengths, strict=True):
             if request.state is State.DECODE:  # else it had to go for one before it
-                # However little of a draft it may take itself: rows are as wide as the longest.
-                self._grow(request, len(request.text.tokens) + self.config.longest_draft)
+                self._grow(request, length)
         return self._scheduler.running(State.DECODE)
 
     def _pace_of(self, requests: Sequence[Request]) -> Pace | None:
@@ -539,8 +543,10 @@ class Engine:
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
             request.append(row, values, one)
-            if request.state is State.DECODE:
-                self._remember(request, len(request.text.tokens) - 1)
+            length = len(request.text.tokens) - 1
+            fills = length // BLOCK > (length - len(row.token_ids)) // BLOCK
+            if fills and request.state is State.DECODE:
+                self._remember(request, length)
         self._begin_decoding([piece.request for piece in along])
 
     def _commit(self, batch: DecodeBatch, step: Step) -> list[Committed]:

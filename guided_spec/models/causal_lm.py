@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -306,6 +307,10 @@ class CausalLM:
         """The slot holds the first ``length`` of these for good: others may take whole blocks."""
         if self.blocks is not None:
             self.blocks.remember(slot, token_ids, length)
+
+    def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether ``grow`` has been done for all of these."""
+        return self.blocks is None or self.blocks.holds(slots, np.array(lengths, dtype=np.int64))
 
     def grow(self, slot: int, length: int) -> bool:
         """Whether the slot has room for so many tokens, which it keeps until it is released."""

@@ -17,7 +17,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ModelError
@@ -59,6 +61,7 @@ class Tables(Protocol):
     max_length: int
     tables: Tensor
 
+    def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool: ...
     def grow(self, slot: int, length: int) -> bool: ...
     def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]: ...
     def upload(self) -> None: ...
@@ -70,6 +73,11 @@ class WholeSlots:
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
         self.max_length = max_length
         self.tables = torch.arange(num_slots, dtype=torch.int32, device=device).unsqueeze(1)
+
+    def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool:
+        """As ``grow``."""
+        del slots, ends
+        return True
 
     def grow(self, slot: int, length: int) -> bool:
         """Every slot has all its positions."""
@@ -121,6 +129,7 @@ class Blocks:
         self.num_blocks = most if num_blocks is None else min(num_blocks, most)
         self.tables = torch.zeros(num_slots, self._columns, dtype=torch.int32, device=device)
         self._slots = [_Slot() for _ in range(num_slots)]
+        self._room = np.zeros(num_slots, dtype=np.int64)  # positions that each has blocks for
         self._unused = list(range(self.num_blocks, 0, -1))
         self._holders = [0] * (self.num_blocks + 1)  # slots whose table a block stands in
         self._keys: dict[int, Key] = {}  # of the blocks that are known by their text
@@ -161,6 +170,14 @@ class Blocks:
         """Positions that ``start`` found for the slot's text."""
         return self._slots[slot].num_taken
 
+    def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool:
+        """Whether each slot has blocks for its first so many positions, int64 [B], already.
+
+        Asked about all slots of a step at once, most of whose texts end inside of their last block.
+        """
+        found: np.bool_ = (np.minimum(ends, self.max_length) <= self._room[[*slots]]).all()
+        return bool(found)
+
     def grow(self, slot: int, length: int) -> bool:
         """Give the slot blocks for its first ``length`` positions; False where too few are free.
 
@@ -184,6 +201,7 @@ class Blocks:
             # What is fed behind the next text's blocks must not find these.
             self._changes |= {(slot, at): SINK for at in range(len(blocks))}
             self._slots[slot] = _Slot()
+            self._room[slot] = 0
 
     def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
         """Empty the slot, and give it the blocks that hold how a text begins.
@@ -301,6 +319,7 @@ class Blocks:
         table = self._slots[slot].blocks
         self._changes[slot, len(table)] = block
         table.append(block)
+        self._room[slot] += BLOCK
         self._holders[block] += 1
 
     def _take(self) -> int:

@@ -144,9 +144,12 @@ class Rows(NamedTuple):
 
         Raises ModelError where none are free.
         """
-        for slot, start, count in zip(*self[:3], strict=True):
-            if count > 0 and not tables.grow(slot, start + count):
-                raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
+        starts, counts = (np.array(one, dtype=np.int64) for one in (self.starts, self.counts))
+        ends = np.where(counts > 0, starts + counts, 0)
+        if not tables.holds(self.slots, ends):
+            for slot, end in zip(self.slots, ends.tolist(), strict=True):
+                if not tables.grow(slot, end):
+                    raise ModelError(f"slot {slot}: no blocks are free for {end} positions")
         tables.upload()
 
 

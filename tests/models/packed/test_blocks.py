@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -144,6 +145,14 @@ class BlocksMachine(RuleBasedStateMachine):
                 for buffer in self.memory[0]:
                     self.written += 1
                     buffer[block] = self.written
+
+    @rule(some=st.lists(slots, unique=True), data=st.data())
+    def holds(self, some: list[int], data: st.DataObject) -> None:
+        """Exactly where none of the slots would have to grow."""
+        sizes = [len(self.account.texts[slot].table) * BLOCK for slot in some]
+        ends = [data.draw(st.integers(0, size + 1)) for size in sizes]
+        expected = all(min(end, LENGTH) <= size for end, size in zip(ends, sizes, strict=True))
+        assert self.blocks.holds(some, np.array(ends, dtype=np.int64)) == expected
 
     @rule(slot=slots, share=st.floats(0, 1))
     def remember(self, slot: int, share: float) -> None:
