@@ -156,6 +156,7 @@ def _measure(
         max_model_len=max(map(len, prompts)) + plan.max_tokens + 1,
         kv_memory_bytes=kv_budget(subject.model),
         prefix_cache=False,  # prompts are read by the rehearsal too
+        drafting="always",
         **plan.options,
     )
     options = Options(tokenizer=subject.tokenizer, config=config)

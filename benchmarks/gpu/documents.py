@@ -98,7 +98,7 @@ def _measure(
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
     options |= {"kv_memory_bytes": kv_budget(subject.model)}
     options |= {"prefix_cache": False}  # the rehearsal reads the same prompts
-    options |= plan.options
+    options |= {"drafting": "always", **plan.options}
     try:
         llm = LLM(subject.model, name, depth, draft=subject.eagle3, **options)
         completions, seconds = run_items(llm, items, params, rehearse=True)

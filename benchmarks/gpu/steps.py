@@ -196,6 +196,7 @@ def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineC
         "max_batch_size": batch,
         "max_model_len": min(length, config.max_position_embeddings),
         "kv_memory_bytes": kv_budget(subject.model),
+        "drafting": "always",
     }
     return EngineConfig(**{**own, **plan.options})
 

@@ -112,10 +112,11 @@ def _opened(llm: LLM, name: str, draft: str | None) -> Iterator[LLM]:
     from guided_spec.evaluate.acceptance import write_untrained
 
     if name != UNTRAINED:
-        yield llm.with_proposer(name, draft)
+        yield llm.with_proposer(name, draft, drafting="always")
         return
     with TemporaryDirectory() as folder:
-        yield llm.with_proposer("auto", str(write_untrained(draft, llm.model, Path(folder))))
+        written = write_untrained(draft, llm.model, Path(folder))
+        yield llm.with_proposer("auto", str(written), drafting="always")
 
 
 def _ask(asked: _Asked, load: ModelOptions, proposers: str | None, url: str) -> list[Acceptance]:

@@ -270,9 +270,9 @@ class Plan(NamedTuple):
 def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
     """Measure transformers (if asked), ``none`` and every proposer on the same weights.
 
-    ``llm`` is closed: each measurement has an engine of its own. ``report`` is told the name of
-    each before it starts. Grammars are compiled before the clock starts. The texts of ``none`` are
-    what the others' are compared with.
+    ``llm`` is closed: each measurement has an engine of its own, which drafts in every step.
+    ``report`` is told the name of each before it starts. Grammars are compiled before the clock
+    starts. The texts of ``none`` are what the others' are compared with.
     """
     llm.close()  # its thread would share the cores with those that are measured
     return [
@@ -298,7 +298,9 @@ def _run_batch(
     for proposer in plan.proposers:
         name, _, draft = proposer.partition("=")
         report(name)
-        engine = llm.with_proposer(name, draft or None, max_batch_size=size)
+        # What a proposer's drafts are worth must not decide whether they are made.
+        changes: dict[str, Any] = {"max_batch_size": size, "drafting": "always"}
+        engine = llm.with_proposer(name, draft or None, **changes)
         completions, seconds = run_items(engine, plan.items, plan.params)
         yield _measure(name, completions, seconds, plan, texts)
 

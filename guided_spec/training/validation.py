@@ -147,6 +147,7 @@ class HeldoutDecoding(NamedTuple):
         longest = min(needed, getattr(config, "max_position_embeddings", None) or needed)
         settings: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": longest}
         settings |= {"num_draft_tokens": self.num_draft_tokens, "max_batch_size": BATCH_SIZE}
+        settings["drafting"] = "always"  # else a poor draft would be measured where it does well
         return LLM(self.target, "auto", draft=str(draft), **settings)
 
 
