@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import attention, forwards
+from benchmarks import attention, forwards, pieces
 from benchmarks.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.attention.slot_attention import KeyValues
@@ -78,3 +78,16 @@ def test_both_kinds_of_attention_see_as_much() -> None:
     assert torch.equal(found, expected)
     seen = sum(50 - row + at + 1 for row in range(3) for at in (5,))
     assert case.num_bytes == 4 * seen * 2 * 16
+
+
+@torch.inference_mode()
+def test_pieces_of_prompts_stand_beside_drafts() -> None:
+    """Each row sees its own text alone: what is behind it, and itself."""
+    query, buffers, places = pieces._line([pieces.Row(1, 20, 70), pieces.Row(2, 3, 5)], "cpu")
+    assert (len(query), places.rows.tolist()) == (64, [[0, 1, 2], [70, 5, 5], [20, 23, 26]])
+    assert len({*places.tables.flatten().tolist()}) == places.tables.numel()
+    for slot, table in enumerate(places.tables):
+        buffers.values[table.long()] = slot + 1
+    found = pieces._attend(pieces.Line(query, buffers, places))[:26]
+    expected = [1.0] * 20 + [2.0] * 3 + [3.0] * 3
+    assert found[:, 0, 0].tolist() == pytest.approx(expected, rel=1e-2)
