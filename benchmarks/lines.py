@@ -17,6 +17,17 @@ def num_blocks(batch: int, max_length: int) -> int:
     return batch * (max_length // BLOCK + 1) + 1
 
 
+def ragged_places(rows: Rows, size: int, max_length: int, device: torch.device) -> SlotPlaces:
+    """Rows in slots 0 to B - 1, in a line of ``size`` tokens of which the last may be unused.
+
+    Their blocks are in any order, as they are once texts have come and gone.
+    """
+    batch = len(rows.slots)
+    tables = torch.randperm(num_blocks(batch, max_length) - 1, device=device).int() + 1
+    lines = split_places(torch.from_numpy(rows.places(size, batch)).to(device), size)
+    return SlotPlaces(*lines, tables.view(batch, -1), max_length, size)
+
+
 def places_of(
     starts: Sequence[int], width: int, max_length: int, device: torch.device, shared: int = 0
 ) -> SlotPlaces:
@@ -25,14 +36,12 @@ def places_of(
     Their blocks are in any order, as they are once texts have come and gone. shared: of their first
     positions, as far as they fill blocks, which all texts then have in common.
     """
-    batch = len(starts)
-    tables = torch.randperm(num_blocks(batch, max_length) - 1, device=device).int() + 1
-    rows = Rows(range(batch), starts, [width] * batch)
-    size, tables, whole = batch * width, tables.view(batch, -1), shared // BLOCK
-    lines = split_places(torch.from_numpy(rows.places(size, batch)).to(device), size)
-    places = SlotPlaces(*lines, tables, max_length, width)
+    batch, whole = len(starts), shared // BLOCK
+    rows, size = Rows(range(batch), starts, [width] * batch), batch * width
+    places = replace(ragged_places(rows, size, max_length, device), width=width)
     if not whole:
         return places
+    tables = places.tables
     tables[:, :whole] = tables[0, :whole].clone()
     groups = [Alike(tuple(range(batch)), whole * BLOCK)]
     alike = split_places(torch.from_numpy(rows.shared(size, groups)).to(device), size)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from benchmarks.device_time import graph_seconds
 from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
+from benchmarks.lines import num_blocks, ragged_places
 from guided_spec.cli.console import stdout
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.ops.attention.flash_attention import flash_attention
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
 
@@ -71,9 +72,10 @@ def main(
     """Median microseconds of a layer in bfloat16, by what the line holds."""
     if flash_attention is not None:
         provide_flash_attention(flash_attention)
+    place = torch.device(device)
     table = Table("rows", "tokens", "kernels here us", "FlashAttention 3 us")
     for rows in LINES:
-        line = _line([row._replace(start=int(row.start * scale)) for row in rows], device)
+        line = _line([row._replace(start=int(row.start * scale)) for row in rows], place)
         seconds = [_seconds(line, _attend)]
         if flash_attention is not None:
             seconds.append(_seconds(line, _flash))
@@ -83,22 +85,17 @@ def main(
 
 
 @torch.inference_mode()
-def _line(rows: Sequence[Row], device: str) -> Line:
+def _line(rows: Sequence[Row], device: torch.device) -> Line:
     starts = [row.start for row in rows for _ in range(row.num)]
     counts = [row.tokens for row in rows for _ in range(row.num)]
     size, most = -(-sum(counts) // PADDED) * PADDED, max(map(sum, zip(starts, counts, strict=True)))
-    columns = most // BLOCK + 1
-    # A text's blocks are in any order, as they are once texts have come and gone.
-    tables = torch.randperm(len(starts) * columns, device=device).int().view(-1, columns)
-    held = (len(starts) * columns, KV_HEADS, BLOCK, SIZE)
+    places = ragged_places(Rows(range(len(starts)), starts, counts), size, most, device)
+    held = (num_blocks(len(starts), most), KV_HEADS, BLOCK, SIZE)
     buffers = KeyValues(*(_random(held, device) for _ in range(2)))
-    query = _random((size, HEADS, SIZE), device)
-    described = Rows(range(len(starts)), starts, counts).places(size, len(starts))
-    lines = split_places(torch.from_numpy(described).to(device), size)
-    return Line(query, buffers, SlotPlaces(*lines, tables, most, size))
+    return Line(_random((size, HEADS, SIZE), device), buffers, places)
 
 
-def _random(shape: tuple[int, ...], device: str) -> Tensor:
+def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 

@@ -83,7 +83,7 @@ def test_both_kinds_of_attention_see_as_much() -> None:
 @torch.inference_mode()
 def test_pieces_of_prompts_stand_beside_drafts() -> None:
     """Each row sees its own text alone: what is behind it, and itself."""
-    query, buffers, places = pieces._line([pieces.Row(1, 20, 70), pieces.Row(2, 3, 5)], "cpu")
+    query, buffers, places = pieces._line([pieces.Row(1, 20, 70), pieces.Row(2, 3, 5)], CPU)
     assert (len(query), places.rows.tolist()) == (64, [[0, 1, 2], [70, 5, 5], [20, 23, 26]])
     assert len({*places.tables.flatten().tolist()}) == places.tables.numel()
     for slot, table in enumerate(places.tables):
