@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.linear_layer import product
 
 
 class TargetEnds:
@@ -42,8 +43,7 @@ class TargetEnds:
 
         They are in the target's dtype, whatever that of the hidden states is.
         """
-        scores: Tensor = self._head(hidden.to(self._dtype))
-        return scores.to(hidden.device)
+        return product(self._head, hidden.to(self._dtype)).to(hidden.device)
 
     def output_rows(self, token_ids: Tensor | None, width: int) -> Tensor | None:
         """A copy of the output head's rows of ``token_ids`` int64 [D], float32 [D, width].

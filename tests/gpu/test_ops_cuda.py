@@ -15,6 +15,8 @@ from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bi
 from guided_spec.ops.delta_rule import DeltaShape, DeltaStates, gated_delta
 from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
 from guided_spec.ops.linear.fp8_linear import fp8_linear, scales_shape
+from guided_spec.ops.linear.linear import MOST_TOKENS, linear
+from guided_spec.ops.pointwise import rms_norm
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp
@@ -87,6 +89,27 @@ def test_products_with_fp8_weights(count: int, block: tuple[int, int], dtype: to
     for _ in range(3):  # programs count each other, and leave no count behind
         found = fp8_linear(x.cuda(), on_device, bias.cuda())
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 512), (1100, 2080), (4096, 12288), (1030, 50)])
+@pytest.mark.parametrize("count", [1, 2, 6, MOST_TOKENS, MOST_TOKENS + 1])
+@torch.inference_mode()
+def test_products_of_few_tokens(count: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(count)
+    outputs, inputs = shape
+    weight, bias = (torch.randn(shape) * inputs**-0.5).to(dtype), torch.randn(outputs).to(dtype)
+    x, tolerance = torch.randn(count, inputs).to(dtype), 1e-4 if dtype == torch.float32 else 2e-2
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    on_device = [one.cuda() for one in (x, weight, bias)]
+    for _ in range(3):
+        # What is given was written just before, by a kernel that lets its successor begin early.
+        normed = rms_norm(on_device[0], torch.ones_like(on_device[0][0]), 1e-6)
+        wanted = torch.nn.functional.linear(normed.cpu().float(), weight.float())
+        found = linear(rms_norm(on_device[0], torch.ones_like(on_device[0][0]), 1e-6), on_device[1])
+        torch.testing.assert_close(found.cpu().float(), wanted, atol=tolerance, rtol=tolerance)
+        found = linear(*on_device)
+        torch.testing.assert_close(found.cpu().float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("gating", [Gating(), Gating(is_interleaved=True, limit=7.0, alpha=1.7)])

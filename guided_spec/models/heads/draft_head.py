@@ -23,6 +23,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import start_head
 from guided_spec.models.heads.weights import fill_head, match_biases, read_tensors
+from guided_spec.models.linear_layer import product
 from guided_spec.models.target import TargetEnds
 
 MASK = "mask_hidden"  # P-EAGLE's, for a state that is not known; stored in any shape
@@ -278,6 +279,6 @@ class LayoutHead(nn.Module):
 
     def score(self, normed: Tensor) -> Tensor:
         """What is behind the last norm, [..., H], to [..., D]."""
-        head: Any = self._target.logits if self.lm_head is None else self.lm_head
-        scores: Tensor = head(normed)
-        return scores
+        if self.lm_head is None:
+            return self._target.logits(normed)
+        return product(self.lm_head, normed)

@@ -58,6 +58,7 @@ from guided_spec.models.heads.draft_head import (
     layer_run,
     product_input,
 )
+from guided_spec.models.linear_layer import product
 from guided_spec.models.transformers_version import cache_keyword
 from guided_spec.types import require_int
 
@@ -417,8 +418,7 @@ class Eagle3Head(LayoutHead):
             chunks = hidden_states.to(wanted).chunk(len(self.fc_norm), -1)
             normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
             hidden_states = torch.cat(normed, -1)
-        fused: Tensor = self.fc(product_input(hidden_states, self.fc.weight))
-        return fused
+        return product(self.fc, product_input(hidden_states, self.fc.weight))
 
     @torch.inference_mode()
     def masks(self) -> Masks:

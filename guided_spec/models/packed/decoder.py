@@ -37,6 +37,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
+from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
@@ -185,8 +186,7 @@ class PackedDecoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """``PackedOutput.states`` [..., H] to logits [..., V]."""
-        scores: Tensor = self._head(states)
-        return scores
+        return product(self._head, states)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.mtp import QwenMtpHead
+from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import Tables
 from guided_spec.models.packed.decoder import FAMILY, has_static_rope, has_whole_rope
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
@@ -130,7 +131,7 @@ class PackedMtp:
     ) -> Tensor:
         """See ``PackedHead``."""
         embedded = rms_norm(self.head.embed(token_ids).to(hidden.dtype), *self._embedded)
-        states: Tensor = self.head.fc(torch.cat([embedded, rms_norm(hidden, *self._given)], -1))
+        states = product(self.head.fc, torch.cat([embedded, rms_norm(hidden, *self._given)], -1))
         change = self._layer.attend(
             rms_norm(states, *self._before), self._rotation, memory[0], places
         )
@@ -178,7 +179,7 @@ class PackedBlock:
         states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. places: of the
             N positions; its rows are not looked at. memory: the layers' blocks.
         """
-        features = rms_norm(self.head.fc(states), *self._hidden_norm)
+        features = rms_norm(product(self.head.fc, states), *self._hidden_norm)
         weight, bias = self._keys_values
         every = features.expand(len(self._layers), -1, -1)
         made = torch.bmm(every, weight.transpose(1, 2))

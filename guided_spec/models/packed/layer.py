@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -29,6 +28,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from guided_spec.models.fp8 import Fp8Experts
+from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
 from guided_spec.models.stock.experts import REPLACED
 from guided_spec.ops.attention.slot_attention import (
@@ -55,6 +55,7 @@ from guided_spec.ops.linear.experts import (
     route,
 )
 from guided_spec.ops.linear.fp8_linear import Fp8Weight
+from guided_spec.ops.linear.linear import linear
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -141,8 +142,7 @@ class PackedLayer:
         if self.shape.has_gates:
             heads = packed.unflatten(1, (-1, self.shape.size))
             mixed = mixed * heads[:, 1 : 2 * self.shape.queries : 2].sigmoid()
-        output: Tensor = self._output(mixed.flatten(1))
-        return output
+        return product(self._output, mixed.flatten(1))
 
     def store(
         self, packed: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
@@ -197,8 +197,7 @@ def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
         else:
             gate, up = both.chunk(2, -1)
             opened = activation(gate) * up
-        output: Tensor = down(opened)
-        return output
+        return product(down, opened)
 
     return feed
 
@@ -279,7 +278,7 @@ class PackedExperts:
             # It must choose by itself: nothing but kernels may go by what a kernel chose, because
             # kernels that are compiled ahead choose anything.
             return self._feed_many(states)
-        logits = functional.linear(states, self._router_weight, self._router_bias)
+        logits = linear(states, self._router_weight, self._router_bias)
         routes = route(
             logits,
             self._count,
@@ -401,8 +400,7 @@ class PackedDelta:
         del rotation
         parts = [projection.product(states) for projection in self._projections]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        output: Tensor = self._output(gated_delta(packed, self._layer, memory, places))
-        return output
+        return product(self._output, gated_delta(packed, self._layer, memory, places))
 
 
 def _names(module: Any) -> tuple[str, ...] | None:
@@ -415,11 +413,11 @@ def _names(module: Any) -> tuple[str, ...] | None:
 def _groups(linears: Sequence[Any]) -> list[list[Any]]:
     """The layers in turn, those together that are in one form."""
     groups = [[linears[0]]]
-    for linear in linears[1:]:
-        if can_be_joined([groups[-1][0], linear]):
-            groups[-1].append(linear)
+    for one in linears[1:]:
+        if can_be_joined([groups[-1][0], one]):
+            groups[-1].append(one)
         else:
-            groups.append([linear])
+            groups.append([one])
     return groups
 
 

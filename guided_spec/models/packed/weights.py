@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from guided_spec.models.fp8 import Fp8Linear
+from guided_spec.models.linear_layer import has_plain_weight
 from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
+from guided_spec.ops.linear.linear import linear
 
 
 class PackedWeights(NamedTuple):
@@ -27,17 +28,12 @@ class PackedWeights(NamedTuple):
         """[N, I] to [N, sum of outputs]."""
         if isinstance(self.weight, Fp8Weight):
             return fp8_linear(states, self.weight, self.bias)
-        return functional.linear(states, self.weight, self.bias)
+        return linear(states, self.weight, self.bias)
 
 
-def is_plain(linear: Any) -> bool:
-    """Whether it is a linear layer of plain weights, or in fp8.
-
-    A quantized weight may stand in a plain linear layer, as a tensor of its own kind.
-    """
-    if type(linear) is Fp8Linear:
-        return True
-    return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
+def is_plain(layer: Any) -> bool:
+    """Whether it is a linear layer of plain weights, or in fp8."""
+    return type(layer) is Fp8Linear or (type(layer) is nn.Linear and has_plain_weight(layer))
 
 
 def can_be_joined(linears: Sequence[Any]) -> bool:
