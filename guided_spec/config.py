@@ -45,8 +45,9 @@ class EngineConfig:
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
         that keep whole slots (docs/gpu.md).
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
-        memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
-        fit, requests queue.
+        memory, or 0.7 of what is free on a CUDA device: half where that would leave less
+        than 6 GiB, or where the draft is a model of its own. Where fewer slots than
+        ``max_batch_size`` fit, requests queue.
     compile_threads: grammars compiled at the same time.
     grammar_cache_bytes: what compiled grammars that may be asked for again take together; the least
         recently used goes first.

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
@@ -36,6 +38,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import TableWalk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
+from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
@@ -52,7 +55,10 @@ from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams, require_switches
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
-CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest
+# Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
+# left to a draft model, which keeps as many tokens as the target does.
+CUDA_SHARE, SHARE_BESIDE_A_MODEL = 0.7, 0.5
+LEAST_REST = 6 * 2**30  # bytes; or half of what there is
 
 LEAST_CONTEXT = 4096  # before slots are given up for longer texts
 STEP = 256  # tokens that a context which memory limits is a multiple of
@@ -106,12 +112,14 @@ def plan_slots(
     *,
     shares_blocks: bool = False,
     state_bytes: int | None = None,
+    has_draft_model: bool = False,
 ) -> SlotPlan:
     """Room for ``config.max_batch_size`` texts, as far as the memory budget goes.
 
     shares_blocks: texts take blocks as they grow, and wait for each other where there are too few.
     Then each may be as long as the model's own context, or all blocks. state_bytes: that a slot
-    takes besides; None: what it takes by the stock modules.
+    takes besides; None: what it takes by the stock modules. has_draft_model: a model of its own
+    drafts, and keeps the same texts.
 
     Else every text has a slot. With ``max_model_len`` given, there are fewer slots where the budget
     holds fewer. With None, a text may be as long as the model's own context. Where the budget has
@@ -123,7 +131,8 @@ def plan_slots(
     probe = CausalLM(model, num_slots=1, max_length=1, kernels="stock")
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = agree_on_least(_default_budget(torch.device(model.device)), model)
+        share = SHARE_BESIDE_A_MODEL if has_draft_model else CUDA_SHARE
+        budget = agree_on_least(_default_budget(torch.device(model.device), share), model)
     state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
     memory = _Memory(budget, probe.kv_bytes_per_token, state)
     text_config = model.config.get_text_config(decoder=True)
@@ -150,17 +159,18 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
-def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
-    """The model over blocks where it has a packed form, else over slots."""
+def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
+    """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
     form, longest = None, 1 + config.longest_chain
+    plan_texts = partial(plan_slots, model, has_draft_model=_is_model(draft, model))
     if is_packed_on(model.device, config.kernels):
-        plan = plan_slots(model, config, shares_blocks=True)
+        plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
-        plan = plan_slots(model, config)
+        plan = plan_texts(config)
     elif state_bytes := form.state_bytes(longest):
         fixed = replace(config, max_model_len=plan.max_model_len)
-        plan = plan_slots(model, fixed, shares_blocks=True, state_bytes=state_bytes)
+        plan = plan_texts(fixed, shares_blocks=True, state_bytes=state_bytes)
     return CausalLM(
         model,
         num_slots=plan.num_slots,
@@ -184,10 +194,18 @@ def _default_length(most: int | None, memory: _Memory, num_slots: int) -> int:
     return min(most, max(LEAST_CONTEXT, fitting))
 
 
-def _default_budget(device: torch.device) -> int:
+def _is_model(draft: Any, target: PreTrainedModel) -> bool:
+    """Whether the draft is a language model of its own, and no head."""
+    if draft is None or not isinstance(draft, str | Path):
+        return isinstance(draft, PreTrainedModel)
+    return find_method(draft, target) in (None, "pard")
+
+
+def _default_budget(device: torch.device, share: float) -> int:
+    """share: of what is free on a CUDA device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_SHARE)
+        return max(min(int(free * share), free - LEAST_REST), free // 2)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
 
 
@@ -289,7 +307,7 @@ class Setup:
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         tokenizer = find_tokenizer(model, options)
         config, window = options.config, CaptureWindow()
-        target = _load_target(loaded, config, window)
+        target = _load_target(loaded, draft, config, window)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
         vocabulary = context.vocabulary
         name = _drafter(proposer, context)

@@ -142,6 +142,27 @@ def test_the_default_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch)
     assert slots("llama", None) == 2
 
 
+@pytest.mark.parametrize(
+    ("free", "share", "budget"),
+    [(70, 0.7, 49), (20, 0.7, 14), (18, 0.7, 12), (12, 0.7, 6), (7, 0.7, 3.5), (64, 0.5, 32)],
+)
+def test_what_a_gpu_gives_by_default(
+    monkeypatch: pytest.MonkeyPatch, free: int, share: float, budget: float
+) -> None:
+    """In GiB; what is left holds activations, graphs, and a draft model."""
+    size = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * size, 80 * size))
+    assert memory._default_budget(torch.device("cuda"), share) == budget * size
+
+
+def test_a_draft_model_is_told_from_a_head(tmp_path: Path) -> None:
+    headed, target = write_head(tmp_path, "eagle3", VOCAB_SIZE), tiny_model("llama")
+    assert not memory._is_model(None, target)
+    assert not memory._is_model(headed.draft, target)
+    assert memory._is_model(headed.target, target)
+    assert memory._is_model(target, target)
+
+
 def test_fewer_slots_than_requests_still_serve_all() -> None:
     per_token = kv_bytes_per_token(tiny_model("llama"))
     with make_llm("llama", kv_memory_bytes=2 * LENGTH * per_token, max_model_len=LENGTH) as llm:
