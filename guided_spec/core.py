@@ -285,6 +285,13 @@ class Proposer(Protocol):
         """Texts that have ended well, before their slots are released; only where it ``learns``."""
         del texts
 
+    def may_draft(self, num_draft_tokens: int) -> bool:
+        """Whether it may draft anything where a batch has that K.
+
+        Where it does not, the target's next forward is launched before this step's tokens are read.
+        """
+        return num_draft_tokens > 0
+
     @property
     def reads_prompts(self) -> bool:
         """Whether it reads ``DecodeBatch.begun``; a text's features then lack what it was told."""

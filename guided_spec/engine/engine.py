@@ -103,11 +103,16 @@ class Engine:
         self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
         self._carry: object | None = None  # of the last step, for the next one
+        self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         self._is_parallel = is_parallel(model.model)
         # By its clock a step drafts or does not: those of several processes differ. Trees have
         # their own share of what a step may take.
         is_steady = config.drafting == "always" or config.tree_nodes > 0 or self._is_parallel
+        # The processes of several would have to agree on it, and a tree is verified in any step.
+        self._may_run_ahead = (
+            self._target.runs_ahead and not self._is_parallel and config.tree_nodes == 0
+        )
         has_pace = not is_steady and config.num_draft_tokens > 0
         self._pace = Pace(config.num_draft_tokens) if has_pace else None
 
@@ -169,12 +174,15 @@ class Engine:
     def step(self) -> None:
         """One round. A request that fails is ended with its error; the others go on."""
         self._drop_ended()
-        self._admit()
+        # A forward that is launched reads no prompts: they come with the next one.
+        is_ahead = self._target.is_ahead and bool(self._scheduler.running(State.DECODE))
+        if not is_ahead:
+            self._admit()
         if not self._scheduler.running():
             self._wait_for_a_grammar()
             return
         try:
-            along = self._prefill()
+            along = [] if is_ahead else self._prefill()
             self._score()
             self._decode(along)
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
@@ -279,10 +287,11 @@ class Engine:
         """Read the next pieces of prompts now, or return them for the verify forward."""
         num_decoding = len(self._scheduler.running(State.DECODE))
         budget = self.config.prefill_tokens
+        left = [request.num_unread for request in unread]
+        self._backlog = max(self._backlog, sum(left)) if left else 0
         if num_decoding:
-            left = [request.num_unread for request in unread]
             num_own = num_decoding * (1 + self.config.num_draft_tokens)
-            budget = tokens_along(left, num_decoding, num_own, budget)
+            budget = tokens_along(left, self._backlog, num_decoding, num_own, budget)
         pieces = self._next_pieces(unread, budget)
         for piece in [piece for piece in pieces if self._decodes_along(piece)]:
             piece.request.state = State.DECODE
@@ -519,7 +528,7 @@ class Engine:
         along = [piece for piece in along if piece.request.state is not State.WAITING]
         pace, count = self._pace_of(requests), self.config.num_draft_tokens
         if pace is not None:
-            count = pace.num_draft_tokens(len(requests))
+            count = pace.num_draft_tokens(len(requests), is_reading=bool(along))
         batch = self._batch(requests, along, count)
         started = time.perf_counter()
         carry, self._carry = self._carry, None
@@ -531,13 +540,17 @@ class Engine:
             launches_at_once=self._target.launches_at_once,
         )
         self._carry = step.carry
+        if self._runs_ahead(batch, pace):
+            with named_range("run ahead"):
+                self._target.run_ahead(batch, step.accepted.token_ids)
         with named_range("commit"):
             committed = self._commit(batch, step)
         _count(requests, step, committed)
         if pace is not None:
             has_read = bool(batch.prompts or batch.begun)
             seconds = None if has_read else time.perf_counter() - started
-            pace.count(len(requests), sum(len(row.token_ids) for row in committed), seconds)
+            num_tokens = sum(len(row.token_ids) for row in committed)
+            pace.count(len(requests), num_tokens, seconds)
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -548,6 +561,19 @@ class Engine:
             if fills and request.state is State.DECODE:
                 self._remember(request, length)
         self._begin_decoding([piece.request for piece in along])
+
+    def _runs_ahead(self, batch: DecodeBatch, pace: Pace | None) -> bool:
+        """Whether the next forward is known now: all texts get one token in this step and the next,
+        and nobody's prompt is to be read with it.
+        """
+        upcoming = self.config.num_draft_tokens
+        if pace is not None and pace.stays_plain(len(batch)):
+            upcoming = 0
+        most = max(batch.num_draft_tokens, upcoming)
+        if not self._may_run_ahead or self._proposer.may_draft(most):
+            return False
+        all_decode = len(self._scheduler.running(State.DECODE)) == len(self._scheduler.running())
+        return all_decode and not self._scheduler.ready()
 
     def _commit(self, batch: DecodeBatch, step: Step) -> list[Committed]:
         """What a step gave every text."""

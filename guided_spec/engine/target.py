@@ -138,6 +138,35 @@ class _Line(NamedTuple):
         return ((prompt, places[prompt.slot]) for prompt in self.prompts)
 
 
+class ForwardAhead(NamedTuple):
+    """A forward over the tokens that a step has drawn, launched before the host knows them.
+
+    Of R rows of one token each. slots, starts: [R], where the tokens stand. contexts: [R] of the
+    texts, as of ``DecodeBatch``: lists that grow. output: of [R, 1] tokens.
+    """
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    contexts: tuple[Sequence[int], ...]
+    output: TargetOutput
+
+    def of(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput | None:
+        """What it gives for a batch, all of whose texts are among its rows; None where one is not,
+        or where the batch has more to read: then it was launched for nothing."""
+        if batch.prompts or flight.draft.token_ids.shape[1] > 0:
+            return None
+        places = {slot: at for at, slot in enumerate(self.slots)}
+        rows = [places.get(slot, -1) for slot in batch.slots]
+        for row, context in zip(rows, batch.contexts, strict=True):
+            if row < 0 or self.contexts[row] is not context or self.starts[row] != len(context) - 1:
+                return None
+        if len(rows) == len(self.slots):
+            return self.output
+        logits, hidden, _ = self.output
+        index = to_device(rows, logits.device)
+        return TargetOutput(logits[index], None if hidden is None else hidden[index])
+
+
 class SlotTarget:
     """Verifies drafts and reads prompts; keeps the hidden states a proposer asked for.
 
@@ -149,11 +178,17 @@ class SlotTarget:
         self._layers = layers
         self._states = KeptStates()
         self._before: Sequence[int] = ()  # tokens of prompts in each row that was verified last
+        self._ahead: ForwardAhead | None = None
 
     @property
     def launches_at_once(self) -> bool:
         """See ``speculative_step``."""
         return self._model.is_packed and self._model.device.type == "cuda"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether ``run_ahead`` does something while the host goes on."""
+        return self.launches_at_once
 
     def share_prefill(self, source: int, slot: int, length: int) -> None:
         """Give ``slot`` the first ``length`` tokens of ``source``.
@@ -167,14 +202,19 @@ class SlotTarget:
         """One forward over the last committed token and the draft of every request.
 
         A packed model reads ``batch.prompts`` too: a forward reads every weight, whether for one
-        token or for a hundred.
+        token or for a hundred. Where ``run_ahead`` was called for the same texts, it is launched.
         """
+        ahead, self._ahead = self._ahead, None
+        launched = None if ahead is None else ahead.of(batch, flight)
+        if launched is not None:
+            self._before = [0] * len(batch)
+            return launched
+        # What is behind the end of a shorter draft is fed like a token: it lands where nothing
+        # valid is, and is overwritten before it can be seen. That spares a download of its length.
         last = to_device([[context[-1]] for context in batch.contexts], batch.device)
         token_ids = torch.cat([last, flight.draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
         longest = self._model.max_length
-        # What is behind the end of a shorter draft is fed like a token: it lands where nothing
-        # valid is, and is overwritten before it can be seen. That spares a download of its length.
         pairs = zip(flight.most, starts, strict=True)
         counts = [min(1 + count, longest - start) for count, start in pairs]
         tree = flight.draft.tree
@@ -191,6 +231,34 @@ class SlotTarget:
         found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert found.logits is not None
         return TargetOutput(found.logits, found.hidden_states)
+
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+        """Launch the next forward of a packed model: over the only token that each text has got.
+
+        token_ids: int64 [B, 1] on the device, -1 for none. Texts that end with it, as far as that
+        is known, are left out. Does nothing where the others have no blocks for it.
+        """
+        texts = zip(batch.slots, batch.contexts, batch.limits, strict=True)
+        rows = [at for at, (_, context, limit) in enumerate(texts) if self._goes_on(context, limit)]
+        slots = tuple(batch.slots[at] for at in rows)
+        contexts = tuple(batch.contexts[at] for at in rows)
+        starts = tuple(map(len, contexts))
+        if not rows or not self._model.holds(slots, [start + 1 for start in starts]):
+            return
+        fed = token_ids.clamp_min(0)
+        if len(rows) < len(batch):
+            fed = fed[to_device(rows, batch.device)]
+        line = _Line(Rows(slots, starts, [1] * len(rows)))
+        output = self._verify_line(fed, line.rows, line, None)
+        self._ahead = ForwardAhead(slots, starts, contexts, output)
+
+    def _goes_on(self, context: Sequence[int], limit: int) -> bool:
+        return limit > 0 and len(context) < self._model.max_length
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the forward that verifies next is launched."""
+        return self._ahead is not None
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own; a stock model pads them to the longest one."""
@@ -407,14 +475,18 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 # less than a forward of their own, which reads the weights again. No text waits long for them.
 ALONG = 512
 # Steps that what waits to be read is spread over, where that is more and few texts wait for it. A
-# few prompts of thousands of tokens must not make steps longer, whole books that wait must.
+# few prompts of thousands of tokens must not make steps longer, whole books that wait must. Pieces
+# stay as large to the last: smaller ones take longer for each of their tokens.
 STEPS_TO_READ = 64
 
 
-def tokens_along(unread: Sequence[int], num_decoding: int, num_own: int, most: int) -> int:
+def tokens_along(
+    unread: Sequence[int], backlog: int, num_decoding: int, num_own: int, most: int
+) -> int:
     """Prompt tokens, of ``most``, that the next verify forward reads besides.
 
-    unread: of each text that waits for its prompt, in the order in which they are read.
+    unread: of each text that waits for its prompt, in the order in which they are read. backlog:
+    the most that these came to since none waited.
     num_decoding: texts that wait for the forward. num_own: tokens of theirs.
 
     The more tokens wait, and the more texts for each one that decodes, the longer may these wait
@@ -422,7 +494,7 @@ def tokens_along(unread: Sequence[int], num_decoding: int, num_own: int, most: i
     as long as the next graph does.
     """
     share = (len(unread) + num_decoding) / num_decoding
-    wanted = min(max(ALONG, int(sum(unread) * share) // STEPS_TO_READ), most)
+    wanted = min(max(ALONG, int(backlog * share) // STEPS_TO_READ), most)
     # Behind the end of a prompt stands one token more, whose logits are asked for.
     others = num_own + sum(end <= wanted for end in accumulate(unread))
     room = filled(wanted + others) - others

@@ -7,7 +7,14 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, FinishedText, Proposer, ProposerContext
+from guided_spec.core import (
+    DecodeBatch,
+    DraftInFlight,
+    FinishedDraft,
+    FinishedText,
+    Proposer,
+    ProposerContext,
+)
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import pad_ids, to_device
@@ -152,6 +159,10 @@ class Composed(Proposer):
         for member in self._members:
             yield from member.capture()
 
+    def may_draft(self, num_draft_tokens: int) -> bool:
+        """Whether any member may."""
+        return any(member.may_draft(num_draft_tokens) for member in self._members)
+
     @property
     def reads_prompts(self) -> bool:
         """Whether all members do that want states: these are told once."""
@@ -184,7 +195,7 @@ class Composed(Proposer):
             member.release(slots)
 
 
-class NoDraft:
+class NoDraft(Proposer):
     """Proposes nothing, so that every step yields one token."""
 
     aux_hidden_layers: tuple[int, ...] = ()
@@ -192,10 +203,17 @@ class NoDraft:
     def __init__(self, context: ProposerContext) -> None:
         del context
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """An empty draft, [B, 0]."""
-        del lookahead
-        return no_draft(batch)
+        del lookahead, carry
+        return FinishedDraft(no_draft(batch), (0,) * len(batch))
+
+    def may_draft(self, num_draft_tokens: int) -> bool:
+        """Never."""
+        del num_draft_tokens
+        return False
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""

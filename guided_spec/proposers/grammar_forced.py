@@ -53,6 +53,11 @@ class GrammarForced(Proposer):
         legal = lookahead.extend_forced(drafts)
         return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
 
+    def may_draft(self, num_draft_tokens: int) -> bool:
+        """Whatever K is: what is forced costs nothing to draft."""
+        del num_draft_tokens
+        return True
+
     def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause:
         """Where anything is forced after the request's draft so far."""
         return lambda request: bool(

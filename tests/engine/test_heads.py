@@ -360,7 +360,7 @@ def test_a_head_may_draft_now_and_then(
     known, counts = taught(method), Counter[int]()
     dice, own = random.Random(0), Pace.num_draft_tokens
 
-    def num_draft_tokens(pace: Pace, num_texts: int) -> int:
+    def num_draft_tokens(pace: Pace, num_texts: int, **_: Any) -> int:
         found = dice.choice([0, own(pace, num_texts)])
         counts[found] += 1
         return found

@@ -47,10 +47,11 @@ def run(
     """reads: in which steps prompts are read besides, which takes any time."""
     drafted, gained, took = 0, 0.0, 0.0
     for at in range(steps):
-        count = one.num_draft_tokens(texts)
+        count = one.num_draft_tokens(texts, is_reading=reads(at))
         assert count in (0, K)
         tokens, seconds = world.of(count)
-        one.count(texts, round(tokens * texts), None if reads(at) else seconds)
+        told = None if reads(at) else seconds
+        one.count(texts, round(tokens * texts), told)
         drafted, gained, took = drafted + (count > 0), gained + tokens, took + seconds
     return Run(drafted, gained, took)
 
@@ -86,11 +87,29 @@ def test_each_number_of_texts_goes_its_own_way() -> None:
     assert run(one, World(2.0, 3.0), 200, 64).drafted < 50
 
 
-def test_steps_that_read_prompts_tell_nothing() -> None:
+def test_steps_that_read_prompts_draft_what_is_accepted() -> None:
+    assert run(Pace(K), World(4.7, 3.0), 500, 8, lambda _: True).drafted == 500
+    assert run(Pace(K), World(1.2, 1.1), 500, 8, lambda _: True).drafted == 8  # until it shows
+    found = run(Pace(K), World(1.0, 3.0), 4000, 8, lambda at: at % 3 > 0)
+    assert found.drafted < 400
+
+
+def test_what_steps_take_that_read_prompts_tells_nothing() -> None:
     one = Pace(K)
-    assert run(one, World(1.0, 3.0), 500, 8, lambda _: True).drafted == 500
-    found = run(one, World(1.0, 3.0), 4000, 8, lambda at: at % 3 > 0)
-    assert found.drafted < 800
+    run(one, World(2.0, 100.0), 500, 8, lambda _: True)
+    assert run(one, World(2.0, 1.4), 4000, 8).drafted > 3700
+
+
+@given(st.lists(st.sampled_from([1, 8, 64]), max_size=200), st.data())
+def test_a_step_that_is_told_to_stay_plain_is_plain(texts: list[int], data: st.DataObject) -> None:
+    one, told = Pace(K), dict[int, bool]()
+    for count in texts:
+        draws = one.num_draft_tokens(count)
+        assert not (told.pop(count, False) and draws)
+        if draws == 0:
+            told[count] = one.stays_plain(count)
+        seconds = data.draw(st.sampled_from([1.0, 2.0]))
+        one.count(count, count, seconds)
 
 
 @given(st.floats(1, 6), st.floats(1, 5), st.sampled_from([1, 5, 64, 300]))
@@ -107,8 +126,8 @@ def by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps draft or do not, by chance; returns how many draft tokens each might have."""
     dice, counts, own = random.Random(0), list[int](), Pace.num_draft_tokens
 
-    def num_draft_tokens(one: Pace, num_texts: int) -> int:
-        counts.append(dice.choice([0, own(one, num_texts)]))
+    def num_draft_tokens(one: Pace, num_texts: int, *, is_reading: bool = False) -> int:
+        counts.append(dice.choice([0, own(one, num_texts, is_reading=is_reading)]))
         return counts[-1]
 
     monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
