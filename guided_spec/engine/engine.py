@@ -24,7 +24,7 @@ from guided_spec.core import (
 )
 from guided_spec.engine.pace import Pace
 from guided_spec.engine.parallel import is_parallel
-from guided_spec.engine.request import Request, State
+from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import (
     SlotTarget,
@@ -541,16 +541,13 @@ class Engine:
         )
         self._carry = step.carry
         if self._runs_ahead(batch, pace):
-            with named_range("run ahead"):
-                self._target.run_ahead(batch, step.accepted.token_ids)
-        with named_range("commit"):
-            committed = self._commit(batch, step)
-        _count(requests, step, committed)
+            self._target.run_ahead(batch, step.accepted.token_ids)
+        committed = self._commit(batch, step)
+        count_step(requests, step, committed)
         if pace is not None:
             has_read = bool(batch.prompts or batch.begun)
             seconds = None if has_read else time.perf_counter() - started
-            num_tokens = sum(len(row.token_ids) for row in committed)
-            pace.count(len(requests), num_tokens, seconds)
+            pace.count(len(requests), sum(len(row.token_ids) for row in committed), seconds)
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -577,11 +574,12 @@ class Engine:
 
     def _commit(self, batch: DecodeBatch, step: Step) -> list[Committed]:
         """What a step gave every text."""
-        if step.branch is not None:
-            step.lookahead.follow(step.branch.path.wait().tolist())
-        committed = commit(batch, step.accepted, step.packed)
-        num_accepted = [row.num_accepted for row in committed]
-        self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
+        with named_range("commit"):
+            if step.branch is not None:
+                step.lookahead.follow(step.branch.path.wait().tolist())
+            committed = commit(batch, step.accepted, step.packed)
+            num_accepted = [row.num_accepted for row in committed]
+            self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
         return committed
 
 
@@ -590,23 +588,6 @@ def _next_piece(request: Request, most: int) -> Piece:
     start = request.num_cached
     end = start + min(most, request.num_unread)
     return Piece(request, PromptPiece(request.text.slot, start, request.text.tokens[start:end]))
-
-
-def _count(requests: Sequence[Request], step: Step, committed: Sequence[Committed]) -> None:
-    """Enter a step into its requests' statistics."""
-    lookahead = step.lookahead
-    share = lookahead.fill_seconds / len(requests)
-    ahead = (lookahead.forced, lookahead.starved, lookahead.is_tabled)
-    accepted = [row.num_accepted for row in committed]
-    rows = zip(step.num_drafted.wait().tolist(), accepted, *ahead, strict=True)
-    for request, row, known in zip(requests, rows, lookahead.drafted, strict=True):
-        num_drafted, num_accepted, forced, starved, is_tabled = row
-        stats = request.stats
-        reasoning = request.num_before_marker(known[:num_drafted])
-        stats.count_step(num_drafted, num_accepted, forced, reasoning)
-        stats.mask_seconds += share
-        stats.starved += starved
-        stats.device_steps += is_tabled
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

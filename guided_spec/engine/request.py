@@ -16,7 +16,7 @@ from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
-from guided_spec.step import Committed
+from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs
 
@@ -378,3 +378,20 @@ class Request:
             grammar = job.params.grammar
             tokens = (token_ids, steps)
             self._report(Chunk(*place, text, completion, logprobs, answer, grammar, *tokens))
+
+
+def count_step(requests: Sequence[Request], step: Step, committed: Sequence[Committed]) -> None:
+    """Enter a step into its requests' statistics."""
+    lookahead = step.lookahead
+    share = lookahead.fill_seconds / len(requests)
+    ahead = (lookahead.forced, lookahead.starved, lookahead.is_tabled)
+    accepted = [row.num_accepted for row in committed]
+    rows = zip(step.num_drafted.wait().tolist(), accepted, *ahead, strict=True)
+    for request, row, known in zip(requests, rows, lookahead.drafted, strict=True):
+        num_drafted, num_accepted, forced, starved, is_tabled = row
+        stats = request.stats
+        reasoning = request.num_before_marker(known[:num_drafted])
+        stats.count_step(num_drafted, num_accepted, forced, reasoning)
+        stats.mask_seconds += share
+        stats.starved += starved
+        stats.device_steps += is_tabled
