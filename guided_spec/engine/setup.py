@@ -36,7 +36,7 @@ from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.masks.rows import TableWalk
+from guided_spec.masks.rows import launch_walk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
@@ -49,7 +49,6 @@ from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.tree import require_tree_verifier
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.table_rows import copy_rows
 from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams, require_switches
@@ -502,17 +501,7 @@ def _compile_kernels(engine: Engine) -> None:
         for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
             for draft in _drafts_of_every_kind(engine.model, batch, width):
                 _verify_anything(engine, draft, params)
-        _follow_tables(engine.model)
-
-
-def _follow_tables(model: CausalLM) -> None:
-    """What a table asks of the device outside of captured drafts; it may come any time."""
-    shape = (1, 2, num_mask_words(model.vocab_size))
-    rows = torch.empty(shape, dtype=torch.int32, device=model.device)
-    walk = TableWalk.of(1, 1, model.device)
-    walk.mask(0, rows[:, 0])
-    walk.append(0, torch.zeros(1, dtype=torch.int64, device=model.device))
-    copy_rows(walk.sources.T, rows, is_blank=True)
+        launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)
 
 
 def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[Draft]:

@@ -83,6 +83,18 @@ class TableWalk(NamedTuple):
         advance(token_ids, cursors, self.sources[place + 1, :count])
 
 
+def launch_walk(words: int, device: torch.device) -> None:
+    """Launch each kernel that a walk over rows of ``words`` launches, for who compiles them ahead.
+
+    A table may come at any time: the texts of that step would wait for them.
+    """
+    walk = TableWalk.of(1, 1, device)
+    rows = torch.empty(1, words, dtype=torch.int32, device=device)
+    for is_blank in (False, True):
+        walk.mask(0, rows, is_blank=is_blank)
+    walk.append(0, torch.zeros(1, dtype=torch.int64, device=device))
+
+
 class _Held(NamedTuple):
     """A table on the device: its parts, and a cursor of each state, int64 [N, 6] on the host.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from guided_spec.integrations.vllm.backend import VllmGrammars
+from guided_spec.integrations.vllm.drafts.walks import Walks
 from guided_spec.integrations.vllm.ranks import LATER, RankGroup
 from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
@@ -386,3 +387,13 @@ def is_beginning(params: Any, token_ids: Sequence[int]) -> bool:
     spec = compiled.spec_of(params)
     assert spec is not None
     return all(map(compiled.compile(spec).new_matcher().accept_token, token_ids))
+
+
+def test_kernels_of_tables_are_compiled_where_a_drafter_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, make: Make, request: pytest.FixtureRequest
+) -> None:
+    """Not at the first text that has one."""
+    asked = list[Walks]()
+    monkeypatch.setattr(Walks, "compile_ahead", lambda own: asked.append(own))
+    make(config_of(), Table(36))
+    assert len(asked) == ("tables" in request.node.callspec.params.values())

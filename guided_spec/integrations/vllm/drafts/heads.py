@@ -100,6 +100,7 @@ class Drafting:
                 own = self._masks.own
                 room = default_table_bytes(drafter.device)
                 self._walks = Walks(size, num_draft, vocab_size, own, drafter.device, room)
+                self._walks.compile_ahead()
                 self.requests.walk_with(self._walks, ranks_of(config))
         self._draft = draft
         self._forced = self._forced_drafter(drafter, width, size)

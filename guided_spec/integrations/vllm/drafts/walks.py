@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
 from guided_spec.integrations.vllm.ranks import LATER, NEVER
-from guided_spec.masks.rows import DeviceTables, TableWalk
+from guided_spec.masks.rows import DeviceTables, TableWalk, launch_walk
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
@@ -76,8 +77,9 @@ class Walks:
     ) -> None:
         known = None if own is None else torch.from_numpy(own).to(device)
         self._device, self._vocab_size = device, vocab_size
+        self._words = num_mask_words(vocab_size)
         self._tables = DeviceTables(
-            device, num_mask_words(vocab_size), table_bytes, lambda rows: drafter_rows(rows, known)
+            device, self._words, table_bytes, lambda rows: drafter_rows(rows, known)
         )
         # The last one is that of all who have no table.
         self._cursors = torch.zeros(requests + 1, CURSOR, dtype=torch.int64, device=device)
@@ -88,6 +90,29 @@ class Walks:
         self._moved: dict[int, NDArray[np.int64]] = {}  # cursors that the device does not have yet
         self._names: list[str] | None = None  # of the batch that ``_texts`` is of
         self._texts = torch.empty(0, dtype=torch.int64, device=device)
+
+    def compile_ahead(self) -> None:
+        """Compile the kernels, on a CUDA device: the first table comes while requests are served.
+
+        No text may walk yet.
+        """
+        if self._device.type != "cuda":
+            return
+        from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
+
+        with compiling_ahead():
+            self.launch_all()
+
+    def launch_all(self) -> None:
+        """Launch each kernel of ``commit``, and of a walk that ``start`` gives; moves no text.
+
+        vLLM's runners have their tokens and counts in different types.
+        """
+        launch_walk(self._words + TAIL, self._device)
+        none = torch.full((1,), len(self._cursors) - 1, device=self._device)
+        for token_type, count_type in product((torch.int32, torch.int64), repeat=2):
+            counts = torch.zeros(1, dtype=count_type, device=self._device)
+            follow(counts.to(token_type).view(1, 1), counts, none, self._cursors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._walking
