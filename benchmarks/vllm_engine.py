@@ -59,6 +59,7 @@ WAYS = {
 class Row(NamedTuple):
     """One way at one batch size and temperature: the best of its runs.
 
+    spread: by which share of it the slowest run was slower: what ``against`` may be off by.
     against: tokens per second, over those of vLLM with the same features. valid: share of the
     documents that were not cut off. same_free: share of the free texts with the tokens of vLLM's,
     which they need not have where tokens are sampled.
@@ -68,6 +69,7 @@ class Row(NamedTuple):
     batch: int
     temperature: float
     tokens_per_second: float
+    spread: float
     against: float | None
     valid: float
     same_free: float
@@ -106,18 +108,21 @@ def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> l
     same = _by_size(results.get(WAYS["tables"].name, {}))
     for name, result in results.items():
         for size, cells in _by_size(result).items():
-            speed = _speed(cells)
-            base = _speed(same[size]) if name == WAYS["llm"].name and size in same else None
+            speeds = _speeds(cells)
+            speed = max(speeds)
+            base = max(_speeds(same[size])) if name == WAYS["llm"].name and size in same else None
             answers = cells[0]["answers"]
             free = first[size][-1]["answers"] if size in first else answers
+            asked = [*requests[: cells[0]["lap"]]] * (len(answers) // cells[0]["lap"])
             found.append(
                 Row(
                     name,
                     *size,
                     round(speed, 1),
+                    round(1 - min(speeds) / speed, 3),
                     None if base is None else round(speed / base, 3),
-                    _valid(answers, requests),
-                    _same_free(answers, free, requests),
+                    _valid(answers, asked),
+                    _same_free(answers, free, asked),
                     sum(one["error"] is not None for one in answers),
                 )
             )
@@ -154,8 +159,8 @@ def _by_size(result: Mapping[str, Any]) -> dict[tuple[int, float], list[Mapping[
     return found
 
 
-def _speed(cells: Sequence[Mapping[str, Any]]) -> float:
-    return max(float(cell["tokens"] / cell["seconds"]) for cell in cells)
+def _speeds(cells: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [float(cell["tokens"] / cell["seconds"]) for cell in cells]
 
 
 def _valid(answers: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]]) -> float:
@@ -249,6 +254,7 @@ def main(  # noqa: PLR0913 - the options of a command
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
     devices: Annotated[str, typer.Option(help="'0 1' runs two ways at a time, '0,1' one.")] = "",
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
+    laps: Annotated[int, typer.Option(help="How often a run asks for each of its requests.")] = 4,
     settle: Annotated[float, typer.Option(help="Seconds behind a warm-up, for tables.")] = 0.0,
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
     free_every: Annotated[int, typer.Option(help="One of so many is free text; 0: none.")] = 3,
@@ -261,11 +267,9 @@ def main(  # noqa: PLR0913 - the options of a command
     """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
     chosen = [_way(name) for name in ways.split(",")]
     where = _require_vllm(VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit))
-    # This interpreter's own packages come before the site's: xgrammar among them.
-    own = sysconfig.get_path("purelib") if vllm_python is None else ""
-    children = _children(where, packages or own, logs, devices)
+    children = _children(where, packages, logs, devices)
     sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
-    own_plan: dict[str, Any] = {"repeats": repeats, "settle": settle, "soak": soak}
+    own_plan: dict[str, Any] = {"repeats": repeats, "laps": laps, "settle": settle, "soak": soak}
     own_plan |= {"temperatures": heats, "engine": {"tensor_parallel_size": tensor_parallel}}
     with (
         failures_as_messages(),
@@ -303,8 +307,12 @@ def _run_all(
             _report(ended, plan["requests"], output)
 
 
-def _children(where: VllmEnvironment, packages: str, logs: Path, devices: str) -> list[Child]:
-    front = [one for one in packages.split(os.pathsep) if one]
+def _children(
+    where: VllmEnvironment, packages: str | None, logs: Path, devices: str
+) -> list[Child]:
+    # This interpreter's own packages come before the site's: xgrammar among them.
+    own = sysconfig.get_path("purelib") if where.python is None else ""
+    front = [one for one in (packages or own).split(os.pathsep) if one]
     return [Child(where, front, logs, one) for one in devices.split() or [""]]
 
 
@@ -357,7 +365,7 @@ def _report(
     record: dict[str, Any] = {"rows": [row._asdict() for row in found]}
     last = results.get(WAYS["llm"].name, {})
     cells = results.get(WAYS["off"].name, {}).get("cells", ())
-    greedy = [cell["answers"] for cell in cells if cell["temperature"] == 0]
+    greedy = [cell["answers"][: cell["lap"]] for cell in cells if cell["temperature"] == 0]
     if last.get("soak") is not None:
         judged = judge_soak(last["soak"], greedy[-1] if greedy else (), requests)
         record["soak"] = judged._asdict()

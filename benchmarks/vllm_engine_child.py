@@ -4,10 +4,11 @@
 ``benchmarks.vllm_engine`` writes the plan, starts this and reads the result. A plan holds: way
 ("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3, features,
 num_draft_tokens, max_model_len, memory_share, batches, temperatures, repeats, requests (a list of
-{prompt_ids, schema or None, max_tokens}), settle (seconds behind the warm-up of a batch), soak (how
-many of them at the end, greedy, some cancelled), engine (further arguments of vLLM's). The result:
-{load_seconds, version, cells: [{batch, temperature, seconds, tokens, answers}],
-soak: {seconds, answers}}; an answer is {text, token_ids, error, cancelled}.
+{prompt_ids, schema or None, max_tokens}), laps (how often a run asks for all of them), settle
+(seconds behind the warm-up of a batch), soak (how many of them at the end, greedy, some cancelled),
+engine (further arguments of vLLM's). The result: {load_seconds, version,
+cells: [{batch, temperature, lap, seconds, tokens, answers}], soak: {seconds, answers}}; lap is how
+many requests a lap has, and an answer is {text, token_ids, error, cancelled}.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ async def run_soak(
 async def measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
     """Every batch at every temperature, after a round that compiles grammars; then the soak.
 
+    The laps of a run go over into each other: at the end of one, with few requests left, a step
+    costs as much as with all of them, and how many such steps there are is chance.
     Garbage is not looked for in what was there before: it takes as long as several requests.
     """
     with frozen_heap():
@@ -156,9 +159,10 @@ async def _measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, An
         await asyncio.sleep(plan["settle"])
         for temperature in plan["temperatures"]:
             asked = [{**request, "temperature": temperature} for request in few]
+            about = {"batch": batch, "temperature": temperature, "lap": len(few)}
             for _ in range(plan["repeats"]):
-                cell = await run_all(writer, asked, batch)
-                result["cells"].append({"batch": batch, "temperature": temperature, **cell})
+                cell = await run_all(writer, asked * plan["laps"], batch)
+                result["cells"].append({**about, **cell})
     if plan["soak"]:
         many = list(itertools.islice(itertools.cycle(requests), plan["soak"]))
         result["soak"] = await run_soak(writer, many, max(plan["batches"]))

@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from benchmarks import vllm_engine
 from benchmarks.vllm_engine import WAYS, Soak, app, judge_soak, make_requests, rows
-from benchmarks.vllm_engine_child import DirectWriter, LlmWriter, make_llm, run_all, run_soak
+from benchmarks.vllm_engine_child import (
+    Answer,
+    DirectWriter,
+    LlmWriter,
+    make_llm,
+    measure,
+    run_all,
+    run_soak,
+)
 from guided_spec import LLM
 from guided_spec.engine.setup import bundled_asset
 from tests.integrations.vllm.fake import install
@@ -120,7 +128,7 @@ FREE, OTHER = answer("free", [7]), answer("other", [8])
 def cell(seconds: float, *answers: dict[str, Any]) -> dict[str, Any]:
     tokens = sum(len(one["token_ids"]) for one in answers)
     return {
-        "batch": 8, "temperature": 0.0, "seconds": seconds, "tokens": tokens,
+        "batch": 8, "temperature": 0.0, "lap": len(answers), "seconds": seconds, "tokens": tokens,
         "answers": list(answers),
     }  # fmt: skip
 
@@ -134,10 +142,43 @@ def test_rows() -> None:
     off, on, own, warm = rows(results, REQUESTS)
     assert (warm.batch, warm.temperature, warm.against) == (8, 0.7, None)
     assert (off.tokens_per_second, on.tokens_per_second, own.against) == (3.0, 3.0, 0.8)
+    assert (off.spread, on.spread) == (0.0, 0.5)
     assert (on.against, own.valid, on.same_free, own.same_free) == (None, 1.0, 1.0, 0.0)
     results[OWN.name] = {"cells": [cell(1.0, answer("no", [1], error="why"), FREE)]}
-    assert rows(results, REQUESTS)[-1][5:] == (0.0, 1.0, 1)
+    assert rows(results, REQUESTS)[-1][6:] == (0.0, 1.0, 1)
     assert rows({OWN.name: results[OWN.name]}, REQUESTS)[0].against is None
+
+
+def test_every_lap_is_judged() -> None:
+    """Each by the requests that it asked for, which may be fewer than there are."""
+    more = [*REQUESTS, {**REQUESTS[1], "schema": {"type": "string"}}]
+    laps = cell(1.0, GOOD, FREE, answer("no", [1]), OTHER) | {"lap": 2}
+    found = {OFF.name: {"cells": [cell(1.0, GOOD, FREE, GOOD, FREE) | {"lap": 2}]}}
+    _, own = rows({**found, OWN.name: {"cells": [laps]}}, more)
+    assert (own.valid, own.same_free) == (0.5, 0.5)
+
+
+class Echoing:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def write(self, request: Any) -> Answer:
+        self.asked.append(request)
+        return Answer("", [1])
+
+
+def test_laps_are_one_run() -> None:
+    requests = [{"prompt_ids": [at], "max_tokens": 20} for at in range(15)]
+    plan = {"requests": requests, "batches": [1], "laps": 3, "repeats": 2, "settle": 0.0}
+    plan |= {"temperatures": [0.7], "soak": 0}
+    writer, result = Echoing(), {"cells": list[Any]()}
+    asyncio.run(measure(writer, plan, result))
+    cells = result["cells"]
+    assert [(one["lap"], len(one["answers"]), one["tokens"]) for one in cells] == [(12, 36, 36)] * 2
+    asked = [{**request, "temperature": 0.7} for request in requests[:12]]
+    assert writer.asked[12:] == asked * 6
 
 
 def test_the_soak_is_judged() -> None:
@@ -154,6 +195,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(plan: Any, way: Any, child: Any) -> dict[str, Any]:
         asked.append((way.name, plan["soak"]))
         assert child.variables["CUDA_VISIBLE_DEVICES"] == "4,5"
+        assert plan["laps"] == 3
         assert (plan["temperatures"], plan["engine"]) == ([0.0, 0.7], {"tensor_parallel_size": 2})
         if way is ON:
             return {"problem": "out of memory"}
@@ -166,6 +208,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = ["--model", bundled_asset("target"), "--eagle3", bundled_asset("eagle3")]
     given += ["--vllm-site", "/x", "--batches", "1", "--soak", "9", "--output", str(output)]
     given += ["--temperatures", "0,0.7", "--tensor-parallel", "2", "--devices", "4,5"]
+    given += ["--laps", "3"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
     assert asked == [(way.name, 9 if way is OWN else 0) for way in (OFF, ON, OWN)]
