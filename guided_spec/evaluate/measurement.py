@@ -254,8 +254,8 @@ WARM_UP = 2  # requests run before the clock starts
 class Plan(NamedTuple):
     """What to run.
 
-    proposers: measured in this order, after plain constrained decoding (``none``); ``name=draft``
-        is a proposer with another draft than the LLM's.
+    proposers: each is measured once, in this order, after plain constrained decoding (``none``,
+        named here or not); ``name=draft`` is a proposer with another draft than the LLM's.
     with_transformers: its ``generate`` too, where one request decodes at a time.
     batch_sizes: requests that decode together, measured one after another.
     """
@@ -285,24 +285,21 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
 def _run_batch(
     llm: LLM, plan: Plan, size: int, report: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    report("none")
-    engine = llm.with_proposer("none", max_batch_size=size)
-    plain, seconds = run_items(engine, plan.items, plan.params)
-    texts = [completion.text for completion in plain]
-    yield _measure("none", plain, seconds, plan, texts)
-    if plan.with_transformers and size == 1:
-        report("transformers")
-        # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
-        with ThreadPoolExecutor(1) as pool:
-            yield pool.submit(_run_baseline, llm, plan, texts).result()
-    for proposer in plan.proposers:
+    texts: list[str] = []
+    for proposer in dict.fromkeys(("none", *plan.proposers)):
         name, _, draft = proposer.partition("=")
         report(name)
         # What a proposer's drafts are worth must not decide whether they are made.
         changes: dict[str, Any] = {"max_batch_size": size, "drafting": "always"}
         engine = llm.with_proposer(name, draft or None, **changes)
         completions, seconds = run_items(engine, plan.items, plan.params)
+        texts = texts or [completion.text for completion in completions]
         yield _measure(name, completions, seconds, plan, texts)
+        if proposer == "none" and plan.with_transformers and size == 1:
+            report("transformers")
+            # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
+            with ThreadPoolExecutor(1) as pool:
+                yield pool.submit(_run_baseline, llm, plan, texts).result()
 
 
 class Timed(NamedTuple):

@@ -105,13 +105,15 @@ def measured() -> tuple[list[Measurement], list[str]]:
         WorkItem("free", None),
     ]
     names: list[str] = []
-    proposers = ["ngram", "chain:grammar_forced+draft_model"]
+    proposers = ["ngram", "none", "chain:grammar_forced+draft_model", "ngram"]
     with make_llm("llama", "none", near_copy("llama"), max_batch_size=1) as llm:
         plan = Plan(items, proposers, SamplingParams(max_tokens=32), with_transformers=True)
         return run_plan(llm, plan, names.append), names
 
 
-def test_every_way_is_measured_in_order(measured: tuple[list[Measurement], list[str]]) -> None:
+def test_every_way_is_measured_once_in_order(
+    measured: tuple[list[Measurement], list[str]],
+) -> None:
     measurements, names = measured
     assert names == ["none", "transformers", "ngram", "chain:grammar_forced+draft_model"]
     assert [m.name for m in measurements] == names
