@@ -13,9 +13,10 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from os.path import exists
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,18 +216,33 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     if options.sharding == "fsdp" and algorithm_options.get("gradient_checkpointing"):
         fix = "does not go with sharding='fsdp', with which nobody has tried it: leave one out"
         raise ConfigError("gradient_checkpointing", "True", fix)
-    _check_places(options)
-    repository = HubRepository.of(options)
-    accelerator = make_accelerator(options)
-    stopped: TrainingStoppedError | None = None
-    try:
-        report = _run(options, algorithm_options, algorithm, accelerator, forward, repository)
-    except TrainingStoppedError as error:
-        stopped = error.with_traceback(None)  # its frames hold the model
-    close_accelerator(accelerator)
+    with _without_empty_folders(options):
+        _check_places(options)
+        repository = HubRepository.of(options)
+        accelerator = make_accelerator(options)
+        stopped: TrainingStoppedError | None = None
+        try:
+            report = _run(options, algorithm_options, algorithm, accelerator, forward, repository)
+        except TrainingStoppedError as error:
+            stopped = error.with_traceback(None)  # its frames hold the model
+        close_accelerator(accelerator)
     if stopped is not None:
         raise stopped
     return report
+
+
+@contextmanager
+def _without_empty_folders(options: TrainOptions) -> Iterator[None]:
+    """Of a run that fails no folder is left that it has made and wrote nothing to."""
+    named = [Path(name).absolute() for name in (options.output, options.features) if name]
+    missing = {path for folder in named for path in (folder, *folder.parents) if not exists(path)}
+    try:
+        yield
+    except BaseException:
+        for path in sorted(missing, reverse=True):  # a folder before the one that it is in
+            with suppress(OSError):  # it holds something, or was never made
+                path.rmdir()
+        raise
 
 
 def _check_places(options: TrainOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,42 @@ def test_an_export_that_fails(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": ["absent.jsonl"]},
+        {"target": "absent"},
+        {"sharding": "fsdp"},
+        {"draft_vocab_size": 10**6},
+        {"features": "new/features", "layout": "absent"},
+    ],
+)
+def test_a_refused_run_leaves_no_folder(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = replace(make_options(*sources, Path("new/output")), **changes)
+    with pytest.raises(GuidedSpecError):
+        train(options, {})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_run_keeps_what_it_wrote(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        (tmp_path / "new" / "written").touch()
+        raise ModelError("out of order")
+
+    monkeypatch.setattr("guided_spec.training.run._open_target", fail)
+    with pytest.raises(ModelError, match="out of order"):
+        train(make_options(*sources, tmp_path / "new" / "output"), {})
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "new",
+        "new/written",
+    ]
+
+
 def test_a_rehearsal_draws_no_random_numbers(
     llama: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +224,7 @@ def test_a_document_that_cannot_be_decoded(llama: str, data: str, tmp_path: Path
         ConfigError, match=r"(?s)decode_limit=2: .*document failed: .*absent.*--decode-limit 0"
     ):
         train(options, {})
-    assert not any((tmp_path / "head").iterdir())
+    assert not (tmp_path / "head").exists()
 
 
 def test_kept_features_of_other_data(llama: str, data: str, tmp_path: Path) -> None:
