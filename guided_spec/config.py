@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.types import Verifier, require_int, require_switches
 
 if TYPE_CHECKING:
@@ -113,10 +114,10 @@ class EngineConfig:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
-        _require_one_of("drafting", self.drafting, get_args(Drafting))
-        _require_one_of("grammar_tables", self.grammar_tables, get_args(GrammarTables))
-        _require_one_of("verifier", self.verifier, get_args(Verifier))
-        _require_one_of("kernels", self.kernels, get_args(Kernels))
+        require_one_of("drafting", self.drafting, get_args(Drafting))
+        require_one_of("grammar_tables", self.grammar_tables, get_args(GrammarTables))
+        require_one_of("verifier", self.verifier, get_args(Verifier))
+        require_one_of("kernels", self.kernels, get_args(Kernels))
 
     @property
     def longest_chain(self) -> int:
@@ -133,8 +134,3 @@ def _require_limits(limits: object) -> None:
     if limits is not None and not hasattr(limits, "compile_seconds"):
         fix = "must be a GrammarLimits, such as GrammarLimits(compile_seconds=5), or None"
         raise ConfigError("grammar_limits", limits, fix)
-
-
-def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ConfigError(name, value, f"must be one of {', '.join(names)}")

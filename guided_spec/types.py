@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_kind, require_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
@@ -187,8 +188,7 @@ class SamplingParams:
         stops = _read_list("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
-        if self.complete is not None and not isinstance(self.complete, bool):
-            raise ConfigError("complete", self.complete, "must be True, False or None")
+        require_kind("complete", self.complete, bool | None)
         require_int("max_tokens", self.max_tokens, low=1)
         require_int("top_k", self.top_k, low=-1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM and SGLang say "all"
@@ -295,19 +295,14 @@ def _require_range(name: str, value: object, *, low: float, high: float) -> None
 
 
 def _require_cache_and_policy(salt: object, policy: object) -> None:
-    if salt is not None and not isinstance(salt, str):
-        raise ConfigError("cache_salt", salt, "must be a str, or None")
-    if policy is not None and policy not in DRAFT_POLICIES:
-        fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
-        raise ConfigError("draft_policy", policy, fix)
+    require_kind("cache_salt", salt, str | None)
+    require_kind("draft_policy", policy, DraftPolicy | None)
 
 
 def _require_logprobs(logprobs: object, mode: object) -> None:
     if logprobs is not None:
         require_int("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
-    if mode not in get_args(LogprobsMode):
-        fix = f"must be one of {', '.join(get_args(LogprobsMode))}"
-        raise ConfigError("logprobs_mode", mode, fix)
+    require_one_of("logprobs_mode", mode, get_args(LogprobsMode))
 
 
 def _read_grammar(grammar: Any) -> GrammarSpec:

@@ -18,7 +18,7 @@ BESIDE = sorted(path for name in ("benchmarks", "tools") for path in (ROOT / nam
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 LAYERS = (
-    {"errors", "config", "types"},
+    {"errors", "config", "kinds", "types"},
     {"ops", "grammar", "models"},
     {"masks", "conditioned", "core", "guide", "step"},
     {"proposers", "trace"},
@@ -130,7 +130,11 @@ def test_specs_stand_below_the_sampling_parameters() -> None:
     source = (PACKAGE / "types.py").read_text()
     assert "from guided_spec.grammar.spec import GrammarSpec" in source
     assert source.count("guided_spec.grammar") == 2  # one of them for type checkers
-    assert imported_parts((PACKAGE / "grammar" / "spec.py").read_text()) == {"errors", "grammar"}
+    assert imported_parts((PACKAGE / "grammar" / "spec.py").read_text()) == {
+        "errors",
+        "grammar",
+        "kinds",
+    }
 
 
 def functions(tree: ast.AST) -> Iterator[Function]:

@@ -12,6 +12,7 @@ import typer
 from guided_spec.cli.console import Verbose, working
 from guided_spec.cli.options import ModelOptions, Proposer, with_options
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.server.limits import ServerLimits
 
 if TYPE_CHECKING:  # this loads torch
@@ -62,8 +63,7 @@ def serve(
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
     sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
     arguments = {"proposer": proposer, **sizes}
-    if engine not in SERVERS:
-        raise ConfigError("--engine", engine, f"must be one of {', '.join(SERVERS)}")
+    require_one_of("--engine", engine, SERVERS)
     site = Site(host, port, names, keys, limits)
     SERVERS[engine](load, arguments, site, engine_options)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
@@ -39,6 +39,7 @@ from guided_spec.grammar.tools.formats import (
     get_tool_format,
 )
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_kinds
 from guided_spec.types import SamplingParams, TokenLogprobs
 
 ReasoningState = Literal["unopened", "open", "closed"]
@@ -306,10 +307,7 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, options: ChatOptions
     ) -> ChatRequest:
         """Render, constrain and encode a conversation. Raises ConfigError and PromptError."""
-        unknown = sorted(options.keys() - ChatOptions.__annotations__.keys())
-        if unknown:
-            known = ", ".join(ChatOptions.__annotations__)
-            raise ConfigError(unknown[0], "an option of chat", f"unknown; there are {known}")
+        require_kinds(options, get_type_hints(ChatOptions))
         variables = dict(options.get("chat_template_kwargs") or {})
         listed = tool_dicts(tools) if tools else None
         prompt = self._render(messages, {**variables, "tools": listed})
@@ -318,9 +316,8 @@ class Chat:
         _require_rendered(parsed, template, prompt)
         choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
         reader = self._reader(template, prompt, left, options)
-        rules = ToolRules(
-            left, choice, bool(options.get("parallel_tool_calls", True)), self._stop_names()
-        )
+        is_parallel = options.get("parallel_tool_calls", True)
+        rules = ToolRules(left, choice, is_parallel, self._stop_names())
         params = _params(options, rules, reader)
         reader = _behind_own_marker(reader, params.grammar)
         if choice == "none":

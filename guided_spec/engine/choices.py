@@ -16,6 +16,7 @@ from guided_spec.engine.runner import Runner
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens
+from guided_spec.kinds import require_one_of
 from guided_spec.types import SamplingParams
 
 
@@ -53,8 +54,7 @@ class Chooser:
 
     def _ask(self, listed: list[Prompt], choices: Any, paths: ChoicePaths) -> list[_Asked]:
         """Queue what every prompt needs."""
-        if paths not in get_args(ChoicePaths):
-            raise ConfigError("paths", paths, f"must be one of {', '.join(get_args(ChoicePaths))}")
+        require_one_of("paths", paths, get_args(ChoicePaths))
         values = _read_choices(choices)
         vocabulary, length = self._setup.vocabulary, self._setup.max_model_len
         spell = self._spelling.split if paths == "canonical" else None

@@ -111,7 +111,8 @@ class LLM:
         **options: Any,
     ) -> None:
         options["num_draft_tokens"] = num_draft_tokens
-        wanted = Wanted(model, proposer, draft, options, engine_options or {})
+        own = {} if engine_options is None else engine_options
+        wanted = Wanted(model, proposer, draft, options, own)
         self._runner = start_engine(engine, wanted)
         setup = self._runner.setup
         self.engine = engine

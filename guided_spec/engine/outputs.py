@@ -17,6 +17,7 @@ from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
+from guided_spec.kinds import require_one_of
 from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import SamplingParams, TokenLogprobs
 
@@ -312,8 +313,7 @@ class Failures(NamedTuple):
 
 
 def _is_raised(on_error: str) -> bool:
-    if on_error not in get_args(OnError):
-        raise ConfigError("on_error", on_error, f"must be one of {', '.join(get_args(OnError))}")
+    require_one_of("on_error", on_error, get_args(OnError))
     return on_error == "raise"
 
 

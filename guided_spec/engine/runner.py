@@ -17,6 +17,7 @@ from guided_spec.engine.setup import Options, Setup
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_one_of
 
 ENGINES = {
     "guided_spec": "guided_spec.engine.runner:start",
@@ -88,8 +89,7 @@ class Runner(Protocol):
 
 def start_engine(name: str, wanted: Wanted) -> Runner:
     """Load the model into the engine of that name. Raises ConfigError and ModelError."""
-    if name not in ENGINES:
-        raise ConfigError("engine", name, f"must be one of {', '.join(ENGINES)}")
+    require_one_of("engine", name, ENGINES)
     if not isinstance(wanted.engine_options, Mapping):
         raise ConfigError("engine_options", wanted.engine_options, "must be a dict of its options")
     runner: Runner = resolve_name(ENGINES[name])(wanted)

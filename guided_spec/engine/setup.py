@@ -17,7 +17,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_kinds
 from guided_spec.masks.rows import launch_walk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
@@ -51,7 +52,7 @@ from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
 from guided_spec.proposers.draft_trees import DraftTrees
-from guided_spec.types import Draft, SamplingParams, require_switches
+from guided_spec.types import Draft, SamplingParams
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
@@ -243,16 +244,16 @@ class Options:
     load: dict[str, Any] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=EngineConfig)
 
-    LOAD_NAMES = (
-        "attn_implementation",
-        "device",
-        "device_map",
-        "dtype",
-        "quantization_config",
-        "revision",
-        "tp_plan",
-        "trust_remote_code",
-    )
+    LOAD_KINDS: ClassVar[dict[str, Any]] = {
+        "attn_implementation": str | dict[str, str],
+        "device": str | int | torch.device,
+        "device_map": str | dict[str, Any],
+        "dtype": str | torch.dtype,
+        "quantization_config": Any,
+        "revision": str,
+        "tp_plan": str | dict[str, str],
+        "trust_remote_code": bool,
+    }
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> Options:
@@ -261,17 +262,17 @@ class Options:
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
         engine_names = {f.name for f in fields(EngineConfig)}
-        known = {"tokenizer", *cls.LOAD_NAMES, *engine_names}
+        known = {"tokenizer", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
                 raise ConfigError(
                     name, value, f"unknown; the options are {', '.join(sorted(known))}"
                 )
-        if (trusted := options.get("trust_remote_code")) is not None:  # "no" would be yes
-            require_switches(trust_remote_code=trusted)
+        load = {n: options[n] for n in cls.LOAD_KINDS if options.get(n) is not None}
+        require_kinds(load, cls.LOAD_KINDS)
         return cls(
             tokenizer=options.get("tokenizer"),
-            load={n: options[n] for n in cls.LOAD_NAMES if options.get(n) is not None},
+            load=load,
             config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
         )
 

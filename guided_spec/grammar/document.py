@@ -25,6 +25,7 @@ from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_field_kinds
 
 LARGE_SOURCE = 16_384
 LARGE_TEXT = 4_096
@@ -521,9 +522,10 @@ class TableLimits:
 
 
 def _require_positive(limits: GrammarLimits | TableLimits) -> None:
+    require_field_kinds(limits)
     for field in fields(limits):
         value = getattr(limits, field.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not value > 0:
             raise ConfigError(field.name, value, "must be a positive number")
 
 

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema.lowered import AdditionalProperties
+from guided_spec.kinds import require_field_kinds, require_kind
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
@@ -22,12 +23,6 @@ GrammarKind = Literal[
 Unsupported = Literal["error", "rewrite", "warn"]
 KeyOrder = Literal["schema", "any"]
 _JSON_KINDS = ("json_schema", "json_object")
-_CHOICES = {
-    "kind": GrammarKind,
-    "unsupported": Unsupported,
-    "key_order": KeyOrder,
-    "additional_properties": AdditionalProperties,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +99,13 @@ class GrammarSpec:
     value_type: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, values in _CHOICES.items():
-            if getattr(self, name) not in get_args(values):
-                fix = f"must be one of {', '.join(get_args(values))}"
-                raise ConfigError(name, getattr(self, name), fix)
-        _require_str("source", self.source)
-        _require_str("root", self.root)
-        if not isinstance(self.any_whitespace, bool):
-            raise ConfigError("any_whitespace", self.any_whitespace, "must be True or False")
+        require_field_kinds(self)
         if self.any_whitespace and self.kind not in _JSON_KINDS:
             fix = "only json_schema and json_object take it; write the whitespace in the grammar"
             raise ConfigError("any_whitespace", self.any_whitespace, fix)
         for name, plain in (("key_order", "schema"), ("additional_properties", "closed")):
             if getattr(self, name) != plain and self.kind != "json_schema":
                 raise ConfigError(name, getattr(self, name), "only json_schema takes it")
-        if self.backend is not None:
-            _require_str("backend", self.backend)
 
     @property
     def is_json(self) -> bool:
@@ -194,7 +180,7 @@ class GrammarSpec:
     @classmethod
     def regex(cls, pattern: str) -> GrammarSpec:
         """Text for which ``re.fullmatch(pattern, text)`` succeeds."""
-        _require_str("pattern", pattern)
+        require_kind("pattern", pattern, str)
         return cls("regex", pattern)
 
     @classmethod
@@ -210,13 +196,13 @@ class GrammarSpec:
     @classmethod
     def ebnf(cls, text: str, *, root: str = "root") -> GrammarSpec:
         """Text derived from rule ``root`` of an EBNF grammar in the backend's GBNF dialect."""
-        _require_str("text", text)
+        require_kind("text", text, str)
         return cls("ebnf", text, root=root)
 
     @classmethod
     def lark(cls, text: str) -> GrammarSpec:
         """Text derived from rule ``start`` of a Lark grammar."""
-        _require_str("text", text)
+        require_kind("text", text, str)
         return cls("lark", text)
 
     @classmethod
@@ -252,6 +238,7 @@ class GrammarSpec:
         )
         from guided_spec.grammar.tools.formats import get_tool_format
 
+        require_kind("parallel_tool_calls", parallel_tool_calls, bool)
         choice, left = read_choice(tool_choice, read_tools(tools))
         content = get_tool_format(tool_format).content(ToolRules(left, choice, parallel_tool_calls))
         tag = {"type": "structural_tag", "format": content}
@@ -344,8 +331,3 @@ def _dump(value: object) -> str:
     if isinstance(value, Mapping):
         value = dict(value)
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _require_str(argument: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(argument, value, "must be a str")

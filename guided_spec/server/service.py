@@ -17,6 +17,7 @@ from guided_spec.engine.prompt import Message, Prompt, Prompts
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_field_kinds
 from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
@@ -47,33 +48,25 @@ class ServerSettings(ServerLimits):
     api_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        _require_texts("api_keys", self.api_keys)
+        require_field_kinds(self)
+        _require_texts("model_names", self.model_names)
+        if self.tool_format is not None:
+            get_tool_format(self.tool_format)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, tuple):
-                _require_texts(field.name, value)
-            elif field.name == "tool_format":
-                if value is not None:
-                    get_tool_format(value)
-            elif field.name == "playground":
-                if not isinstance(value, bool):
-                    raise ConfigError(field.name, value, "must be True or False")
-            elif value is not None:
-                _require_number(field.name, value, low=0 if field.name == "max_queue" else 1)
+            value, low = getattr(self, field.name), 0 if field.name == "max_queue" else 1
+            if isinstance(value, int | float) and field.name != "playground" and not value >= low:
+                raise ConfigError(field.name, value, f"must be a number of at least {low}")
         if not self.model_names:
             raise ConfigError("model_names", self.model_names, "must hold at least one name")
 
 
-def _require_texts(name: str, values: tuple[object, ...]) -> None:
-    for value in values:
+def _require_texts(name: str, values: object) -> None:
+    for value in values if isinstance(values, list | tuple) else (None,):
         if not isinstance(value, str) or not value or not value.isprintable():
             shown = "***" if name == "api_keys" else value  # a key is no part of any message
-            raise ConfigError(name, shown, "each must be a non-empty str of printable characters")
-
-
-def _require_number(name: str, value: object, *, low: int) -> None:
-    kinds = int | float if name.endswith("_seconds") else int
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value >= low:
-        raise ConfigError(name, value, f"must be a number of at least {low}")
+            fix = "must be a list, each a non-empty str of printable characters"
+            raise ConfigError(name, shown, fix)
 
 
 _SHARE_OF_LAST = 0.2  # in the mean of how long samples take

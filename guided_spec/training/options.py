@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from guided_spec.config import option
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_field_kinds
 from guided_spec.types import require_int
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -30,7 +31,7 @@ def _required(help_text: str) -> Any:
 class TrainOptions:
     """The common options of ``guided-spec train``; each field is one, with its help text.
 
-    Raises ConfigError for a value out of range.
+    Raises ConfigError for a value of another kind or out of range.
     """
 
     algorithm: str = _required("How to train the draft; see the list below.")
@@ -117,6 +118,7 @@ class TrainOptions:
     workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
 
     def __post_init__(self) -> None:
+        require_field_kinds(self)
         for name in (*_AT_LEAST_1, *_AT_LEAST_0):
             value: int | None = getattr(self, name)
             if value is not None:

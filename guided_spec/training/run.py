@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from os.path import exists
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.setup import named_model
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
+from guided_spec.kinds import require_kinds
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import has_layers, load_ends, load_model, load_tokenizer
@@ -211,6 +212,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     """
     options = replace(options, target=named_model(options.target))
     algorithm = _algorithm(options)
+    require_kinds(algorithm_options, get_type_hints(algorithm.config_class))
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
     if options.sharding == "fsdp" and algorithm_options.get("gradient_checkpointing"):

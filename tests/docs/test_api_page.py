@@ -86,6 +86,6 @@ def test_it_has_every_field_and_property_of_what_comes_back(record: Any) -> None
 
 
 def test_pages_have_every_option_of_loading_and_of_chat() -> None:
-    assert [name for name in Options.LOAD_NAMES if f"`{name}`" not in PAGE] == []
+    assert [name for name in Options.LOAD_KINDS if f"`{name}`" not in PAGE] == []
     chat = (ROOT / "docs" / "chat_and_tools.md").read_text()
     assert [n for n in ChatOptions.__annotations__ if not re.search(rf"\b{n}\b", chat)] == []

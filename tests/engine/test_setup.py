@@ -30,14 +30,14 @@ LOAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", Options.LOAD_NAMES)
+@pytest.mark.parametrize("name", Options.LOAD_KINDS)
 def test_how_to_load_is_refused_for_a_loaded_model(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*the model is loaded already"):
         make_llm("llama", **{name: LOAD[name]})
 
 
 def test_an_option_left_open_is_none() -> None:
-    options: dict[str, Any] = dict.fromkeys(Options.LOAD_NAMES)
+    options: dict[str, Any] = dict.fromkeys(Options.LOAD_KINDS)
     with make_llm("llama", **options) as llm:
         assert llm.model is tiny_model("llama")
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from guided_spec.errors import ConfigError
 from guided_spec.grammar.tools.format import (
     BegunCall,
     BegunText,
@@ -27,6 +26,7 @@ from guided_spec.grammar.tools.format import (
     read_arguments,
     read_json,
 )
+from guided_spec.kinds import require_one_of
 
 
 class _CallRead(NamedTuple):
@@ -483,8 +483,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {known.name: known for known in _FORMATS}
 
 def get_tool_format(name: str) -> ToolFormat:
     """The format of a name. Raises ConfigError."""
-    if name not in TOOL_FORMATS:
-        raise ConfigError("tool_format", name, f"must be one of {', '.join(TOOL_FORMATS)}")
+    require_one_of("tool_format", name, TOOL_FORMATS)
     return TOOL_FORMATS[name]
 
 

@@ -1,0 +1,86 @@
+"""Whether a value is of the kind that its type hint says, and an error that names it if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from guided_spec.errors import ConfigError
+
+
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise ConfigError, naming the argument, for what is none of the known names."""
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        raise ConfigError(name, value, f"must be one of {', '.join(names)}")
+
+
+def require_kind(name: str, value: object, kind: Any) -> None:
+    """Raise ConfigError, naming the argument, for a value that a type hint does not admit.
+
+    kind: a class, None, Any, a Literal of strings, a list or tuple of any length, or a union. Of
+        lists and tuples either will do, and their items are looked at; those of others are not. An
+        int is a float too, and a bool is neither.
+    """
+    if not _admits(kind, value):
+        raise ConfigError(name, value, f"must be {_described(kind)}")
+
+
+def require_kinds(values: Mapping[str, object], kinds: Mapping[str, Any]) -> None:
+    """``require_kind`` of each value, by its name; ConfigError too for a name without a kind."""
+    for name, value in values.items():
+        if name not in kinds:
+            fix = f"unknown; the options are {', '.join(sorted(kinds))}"
+            raise ConfigError(name, value, fix)
+        require_kind(name, value, kinds[name])
+
+
+def require_field_kinds(record: object) -> None:
+    """``require_kind`` of each field of a dataclass, by its type hint."""
+    kind_of_record: Any = type(record)
+    for name, kind in _hints_of(kind_of_record).items():
+        require_kind(name, getattr(record, name), kind)
+
+
+@cache
+def _hints_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+_WORDS: dict[Any, str] = {
+    NoneType: "None",
+    bool: "True or False",
+    float: "a number",
+    int: "an int",
+    str: "a str",
+}
+
+
+def _admits(kind: Any, value: object) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_admits(one, value) for one in inner)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(_admits(inner[0], each) for each in value)
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, int | float if kind is float else origin or kind)
+
+
+def _described(kind: Any) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return ", or ".join(_described(one) for one in inner)
+    if origin is Literal:
+        return f"one of {', '.join(inner)}"
+    if origin in (list, tuple):
+        return f"a list, of which each is {_described(inner[0])}"
+    if origin is not None:
+        return _described(origin)
+    return _WORDS.get(kind, f"a {kind.__name__}")
