@@ -26,7 +26,7 @@ from guided_spec.grammar.protocol import (
     WrappedMatcher,
     legal_row,
 )
-from guided_spec.grammar.schema.keys import free_keys
+from guided_spec.grammar.schema.keys import free_keys, required_keys
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, row_of
@@ -60,7 +60,7 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
     inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
-    notes: as the one inside has them.
+    notes: as the one inside has them. required: keys that some object must have.
     """
 
     inner: BackendGrammar
@@ -68,6 +68,7 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     backend: str
     run_out: bool = True
     notes: tuple[Unenforced, ...] = ()
+    required: tuple[str, ...] = ()
 
     def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
@@ -89,7 +90,10 @@ def with_unique_keys(
     if not keys.are_there:
         return grammar
     tokens = vocabulary.key_tokens
-    return UniqueKeysGrammar(grammar, tokens, grammar.backend, keys.run_out, grammar.notes)
+    required = required_keys(prepared)
+    return UniqueKeysGrammar(
+        grammar, tokens, grammar.backend, keys.run_out, grammar.notes, required
+    )
 
 
 class _Judged(NamedTuple):

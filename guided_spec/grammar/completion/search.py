@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from guided_spec.grammar.protocol import (
     as_matcher,
     legal_row,
 )
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import add_tokens, bits_of, first_tokens, pack_row, spread_tokens
 
@@ -167,6 +169,7 @@ class SearchEndings(Endings):
     The way behind some tokens is, in this order: the rest of the way before, if they began it; the
     way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
     by byte, straight for what closes something, until a stop token or part of the way before fits.
+    Where any key may come, it goes for one that the object must have: bytes would never spell it.
     A cost is the fewest tokens that spell the way, so it falls by one along it. What is found
     depends on the text and its budget alone.
 
@@ -191,6 +194,9 @@ class SearchEndings(Endings):
         self.spelling = spelling or Spelling(vocabulary)
         self.tokens = tokens or SearchTokens(vocabulary)
         self._stop = int(self.tokens.stops[0])
+        required = compiled.required if isinstance(compiled, UniqueKeysGrammar) else ()
+        keys = (json.dumps(key, ensure_ascii=False)[1:].encode() + b":" for key in required)
+        self.keys = [written for key in keys if (written := self.spelling.write(key))]
         matcher = as_matcher(compiled.new_matcher())
         self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
 
@@ -356,6 +362,8 @@ class _Search:
         if written:
             yield written
             return
+        if not self._way or self._endings.spelling.token_bytes[self._way[-1][-1]].endswith(b'"'):
+            yield from self._endings.keys  # one that is there already is refused
         for step in self._tokens.next_steps(self._row, self._used, _TRIED).tolist():
             self._used[step] += 1
             yield (int(self._tokens.steps[step]),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -95,10 +95,23 @@ def free_keys(schema: Any) -> FreeKeys:
 
     Where it is not plain to see, the answer is yes.
     """
-    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
-    every = chain.from_iterable(map(all_parts, [schema, *definitions.values()]))
-    nodes = [node for node in every if _takes_free_keys(node)]
+    definitions = _definitions(schema)
+    nodes = [node for node in _every_part(schema) if _takes_free_keys(node)]
     return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
+
+
+def required_keys(schema: Any) -> tuple[str, ...]:
+    """The keys that some object of such a schema must have, each once."""
+    parts = (part for part in _every_part(schema) if isinstance(part, dict))
+    return tuple(dict.fromkeys(key for part in parts for key in part.get("required", ())))
+
+
+def _every_part(schema: Any) -> Iterator[Any]:
+    return chain.from_iterable(map(all_parts, [schema, *_definitions(schema).values()]))
+
+
+def _definitions(schema: Any) -> dict[str, Any]:
+    return schema.get("$defs", {}) if isinstance(schema, dict) else {}
 
 
 def _takes_free_keys(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, CompletingMatcher
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import first_tokens, spread_tokens
@@ -99,6 +101,42 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
             assert not matcher.has_lost_end
             length += 1
         assert length <= budget
+
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "one": {"properties": {"name": STRING}, "required": ["name"]},
+    "two": {"properties": {"a": STRING, "b": {"type": "boolean"}}, "required": ["a", "b"]},
+    "typed": {
+        "properties": {"a": STRING, "name": {"type": "integer"}},
+        "required": ["a", "name"],
+        "additionalProperties": {"type": "boolean"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("backend", [BACKEND, XGrammarBackend(VOCABULARY)])
+def test_in_any_order_open_objects_end_with_what_they_must_have(
+    name: str, backend: GrammarBackend
+) -> None:
+    """Such as ``{"x": 0, "name": ""}``: no search byte by byte finds a key that may come late."""
+    schema = {"type": "object", **REQUIRED[name]}
+    spec = GrammarSpec.json_schema(schema, key_order="any", additional_properties="schema")
+    compiled = backend.compile(spec)
+    endings = endings_of(compiled)
+    least = endings.cost(endings.start)
+    assert least <= len(b'{"a": "", "name": 0}') + 1
+    dice = random.Random(name)
+    for slack in (0, 1, 4, 12, 40):
+        matcher = CompletingGrammar(compiled, endings, least + slack).new_matcher()
+        text: list[int] = []
+        while not matcher.is_terminated():
+            text.append(dice.choice(sorted(legal(matcher, EOS + 1))))
+            assert matcher.accept_token(text[-1])
+            assert not matcher.has_lost_end
+        assert len(text) <= least + slack
+        written = json.loads(VOCABULARY.decode(text[:-1]))
+        assert written.keys() >= set(schema["required"])
 
 
 def test_a_token_that_begins_two_ways_goes_on_with_the_shorter_one() -> None:
