@@ -283,6 +283,8 @@ def test_the_check_is_quick() -> None:
 
 
 def test_limits_are_positive() -> None:
-    for options in ({"nesting": 0}, {"compile_seconds": -1.0}, {"alternatives": True}):
+    for options in ({"nesting": 0}, {"compile_seconds": -1.0}):
         with pytest.raises(ConfigError, match="positive"):
             GrammarLimits(**options)
+    with pytest.raises(ConfigError, match="alternatives=True: must be an int"):
+        GrammarLimits(alternatives=True)
