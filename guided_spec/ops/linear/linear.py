@@ -33,7 +33,7 @@ def _is_served(x: Tensor, weight: Tensor) -> bool:
     if not x.is_cuda or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
         return False
     count = x.numel() // max(x.shape[-1], 1)
-    is_one_kind = x.dtype == weight.dtype and x.dtype in DTYPES
+    is_one_kind = x.dtype == weight.dtype and x.dtype in DTYPES and x.device == weight.device
     if not 0 < count <= MOST_TOKENS or not is_one_kind or not weight.is_contiguous():
         return False
     if count == 1 or not has_triton():
