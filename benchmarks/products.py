@@ -1,7 +1,8 @@
-"""What a product with an fp8 weight costs: ``python -m benchmarks.products --device cuda``.
+"""What a product with a weight costs: ``python -m benchmarks.products --device cuda``.
 
-Times it as the checkpoint has the weight, multiplied out first, and in bfloat16; on CUDA in a graph
-over so many weights that no cache holds them. Beside it the time that reading them would take.
+Times it with a weight in fp8, as it is and multiplied out first, and in bfloat16, by torch and by
+``guided_spec.ops.linear.linear``; behind a norm each, as in a forward, and on CUDA in a graph over
+so many weights that no cache holds them. Beside it the time that reading them would take.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from benchmarks.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.linear import fp8_linear_triton
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, whole_matrix
+from guided_spec.ops.linear.linear import linear
+from guided_spec.ops.pointwise import rms_norm
 
 READ = 2**28  # bytes of a pass
 BLOCK = (128, 128)
+WAYS = ("fp8 multiplied out", "fp8", "bfloat16 by torch", "bfloat16")
 
 
 @torch.inference_mode()
@@ -31,25 +35,41 @@ def main(
     tokens: Annotated[str, typer.Option(help="By commas.")] = "1,6,16,48,128,256,384,512,1024",
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
 ) -> None:
-    """Median microseconds of one product, by shape and number of tokens."""
+    """Median microseconds of one product and the norm before it, by shape and number of tokens."""
     place = torch.device(device)
     bandwidth = read_bandwidth(place)
-    table = Table("weight", "tokens", "as it is us", "multiplied out us", "bfloat16 us", "bytes us")
+    table = Table(
+        "weight", "tokens", *(f"{name} us" for name in WAYS), "fp8 read us", "16 bits read us"
+    )
     for shape in shapes.split(","):
         outputs, inputs = map(int, shape.split("x"))
         weights = [_weight(outputs, inputs, place) for _ in range(-(-READ // (outputs * inputs)))]
         whole = [whole_matrix(one, torch.bfloat16) for one in weights]
+        scale = torch.ones(inputs, device=place, dtype=torch.bfloat16)
         for count in map(int, tokens.split(",")):
             x = torch.randn(count, inputs, device=place, dtype=torch.bfloat16)
+            normed = partial(rms_norm, x, scale, 1e-6)
             ways = (
-                [partial(fp8_linear_triton.multiply, x, one, None) for one in weights],
-                [partial(_multiplied_out, x, one) for one in weights],
-                [partial(functional.linear, x, one) for one in whole],
+                [partial(_behind, normed, _multiplied_out, one) for one in weights],
+                [
+                    partial(_behind, normed, fp8_linear_triton.multiply, one, None)
+                    for one in weights
+                ],
+                [partial(_behind, normed, functional.linear, one) for one in whole],
+                [partial(_behind, normed, linear, one) for one in whole],
             )
             shown = [f"{_seconds(way, place) * 1e6:.1f}" for way in ways]
-            read = outputs * inputs / bandwidth
-            table.add_row(shape, str(count), *shown, f"{read * 1e6:.1f}")
+            read = [outputs * inputs * size / bandwidth for size in (1, 2)]
+            table.add_row(shape, str(count), *shown, *(f"{one * 1e6:.1f}" for one in read))
     stdout().print(table)
+
+
+def _behind(
+    normed: Callable[[], Tensor],
+    multiply: Callable[..., Tensor],
+    *weight: Fp8Weight | Tensor | None,
+) -> Tensor:
+    return multiply(normed(), *weight)
 
 
 def _multiplied_out(x: Tensor, weight: Fp8Weight) -> Tensor:
