@@ -31,7 +31,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
@@ -162,7 +162,10 @@ def plan_slots(
 def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
     form, longest = None, 1 + config.longest_chain
-    plan_texts = partial(plan_slots, model, has_draft_model=_is_model(draft, model))
+    # On other devices, or with a given budget, nobody has to know: a draft may be on the hub.
+    is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
+    has_draft_model = is_asked and _is_model(draft, model)
+    plan_texts = partial(plan_slots, model, has_draft_model=has_draft_model)
     if is_packed_on(model.device, config.kernels):
         plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
@@ -195,10 +198,13 @@ def _default_length(most: int | None, memory: _Memory, num_slots: int) -> int:
 
 
 def _is_model(draft: Any, target: PreTrainedModel) -> bool:
-    """Whether the draft is a language model of its own, and no head."""
+    """Whether the draft is a language model of its own, and no head; True of what is not known."""
     if draft is None or not isinstance(draft, str | Path):
         return isinstance(draft, PreTrainedModel)
-    return find_method(draft, target) in (None, "pard")
+    try:
+        return find_method(draft, target) in (None, "pard")
+    except ModelError:  # a proposer may read what we cannot; else it says what is wrong
+        return True
 
 
 def _default_budget(device: torch.device, share: float) -> int:

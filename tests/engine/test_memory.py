@@ -161,6 +161,7 @@ def test_a_draft_model_is_told_from_a_head(tmp_path: Path) -> None:
     assert not memory._is_model(headed.draft, target)
     assert memory._is_model(headed.target, target)
     assert memory._is_model(target, target)
+    assert memory._is_model(tmp_path / "of another kind", target)
 
 
 def test_fewer_slots_than_requests_still_serve_all() -> None:
