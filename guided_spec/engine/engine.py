@@ -110,9 +110,8 @@ class Engine:
         # their own share of what a step may take.
         is_steady = config.drafting == "always" or config.tree_nodes > 0 or self._is_parallel
         # The processes of several would have to agree on it, and a tree is verified in any step.
-        self._may_run_ahead = (
-            self._target.runs_ahead and not self._is_parallel and config.tree_nodes == 0
-        )
+        is_alone = not self._is_parallel and config.tree_nodes == 0
+        self._may_run_ahead = is_alone and self._target.launches_at_once
         has_pace = not is_steady and config.num_draft_tokens > 0
         self._pace = Pace(config.num_draft_tokens) if has_pace else None
 

@@ -182,13 +182,8 @@ class SlotTarget:
 
     @property
     def launches_at_once(self) -> bool:
-        """See ``speculative_step``."""
+        """See ``speculative_step``; so ``run_ahead`` leaves the host free too."""
         return self._model.is_packed and self._model.device.type == "cuda"
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether ``run_ahead`` does something while the host goes on."""
-        return self.launches_at_once
 
     def share_prefill(self, source: int, slot: int, length: int) -> None:
         """Give ``slot`` the first ``length`` tokens of ``source``.

@@ -65,7 +65,7 @@ def running_ahead(*, is_on: bool = True) -> Iterator[Counter[str]]:
         return line(model, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotTarget, "runs_ahead", is_on)
+        patch.setattr(SlotTarget, "launches_at_once", is_on)
         patch.setattr(SlotTarget, "verify", verifying)
         patch.setattr(SlotTarget, "run_ahead", run_ahead)
         patch.setattr(PackedLM, "forward_line", forward_line)
