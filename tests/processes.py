@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -70,6 +72,19 @@ def run_forked(*arguments: str) -> Finished:
     """``python -c CODE`` or ``python -m MODULE ...``, under Triton's interpreter."""
     (found,) = _run([{}], arguments)
     return found
+
+
+def run_compiling(module: str, cache: Path) -> Any:
+    """What ``python -m module`` prints last, as JSON; it compiles kernels, anew into ``cache``.
+
+    A process of its own kind: those of ``run_forked`` have Triton's interpreter, and torch loaded.
+    """
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-m", module]
+    found = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 def run_group(*arguments: str, per_node: int = 2) -> list[Finished]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import guided_spec
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_compiling
 
 LAUNCH = re.compile(r"\b_\w+\[.+\]\($", re.MULTILINE)  # kernel[grid](
 
@@ -30,12 +25,7 @@ def test_no_kernel_is_launched_by_itself() -> None:
 def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """Few of them: neither filters nor masks, and neither batches nor drafts, have their own."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.ops.ahead"]
-    found = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(found.stdout.splitlines()[-1]) == {
+    assert run_compiling("tests.ops.ahead", tmp_path) == {
         "_stats_kernel": 1,
         "_decide_kernel": 2,  # with filters, and without
         "_assemble_kernel": 2,  # sampled, and greedy

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,8 @@ from guided_spec.integrations.vllm.ranks import LATER, NEVER
 from guided_spec.masks.rows import TableWalk
 from guided_spec.ops.mask_words import ids_of, row_of
 from tests.ops.table_walks import random_table
+from tests.processes import run_compiling
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 VOCABULARY, DEPTH = 70, 4
 
@@ -166,11 +162,6 @@ def test_a_device_without_room_has_no_tables(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_step_compiles_what_loading_has_not(tmp_path: Path) -> None:
     """The first text with a table comes while others are written."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.vllm.ahead"]
-    found = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    loaded, served = json.loads(found.stdout.splitlines()[-1])
+    loaded, served = run_compiling("tests.integrations.vllm.ahead", tmp_path)
     assert loaded == {"_copy": 2, "_advance": 1, "_follow": 4}
     assert not any(served.values())
