@@ -21,10 +21,13 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
 VARIABLE = "GUIDED_SPEC_VLLM"
+THREADS = "OMP_NUM_THREADS"  # who sets it decides how many torch has
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 COUNTER = "guided_spec_vllm_repairs"
@@ -157,6 +160,7 @@ def around_drafting(wrap: Wrapper) -> Patch:
 def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
     """Around ``WorkerBase.__init__``: a worker gets those of ``parts`` that fit first.
 
+    Its torch computes in one thread from then on, see ``keep_to_one_thread``.
     So no other process imports what workers run. The class around it, ``WorkerWrapperBase``, may be
     an actor of Ray's, and Ray calls an actor's methods as they were when its process began.
     """
@@ -165,6 +169,7 @@ def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             root = installed_root()
+            keep_to_one_thread()
             for wanted in parts:
                 if root is not None and not probe(root, wanted).lack:
                     install(f"{VARIABLE}={feature}", wanted)
@@ -174,6 +179,17 @@ def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
 
     parameters = "self vllm_config local_rank rank distributed_init_method ..."
     return Patch("vllm.v1.worker.worker_base", "WorkerBase.__init__", parameters, wrap)
+
+
+def keep_to_one_thread() -> None:
+    """Let torch compute in one thread on the host of a GPU, as vLLM does where it has more workers.
+
+    With more, all of them wait in a loop behind each copy of a step's masks, and the thread that
+    launches kernels shares its core. Changes nothing where ``THREADS`` is set.
+    """
+    if torch.cuda.is_available() and THREADS not in os.environ and torch.get_num_threads() > 1:
+        log(f"torch computes in one thread instead of {torch.get_num_threads()}")
+        torch.set_num_threads(1)
 
 
 def installed_root() -> Path | None:

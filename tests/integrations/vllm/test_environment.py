@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu.peers import ENVIRONMENT
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm import plugin
 from guided_spec.integrations.vllm.llm import PROCESSES
-from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
+from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, THREADS, VARIABLE
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from tests.integrations.vllm.parts import make_config  # noqa: E402
@@ -105,10 +106,9 @@ def as_actor(monkeypatch: pytest.MonkeyPatch, wanted: type) -> Any:
     return type("Actor", (wanted,), methods)
 
 
-def test_a_worker_in_an_actor_of_rays_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older executor's actor is the class around the worker."""
+def start_worker(monkeypatch: pytest.MonkeyPatch, wrapper: Callable[..., Any]) -> Any:
+    """A worker with a patch of ``check_health``, in what vLLM has around it."""
     base: Any = importlib.import_module(BASE)
-    actor = as_actor(monkeypatch, base.WorkerWrapperBase)(rpc_rank=0)
     for name in ("__init__", "check_health"):  # put back after the test
         monkeypatch.setattr(base.WorkerBase, name, getattr(base.WorkerBase, name))
 
@@ -121,5 +121,31 @@ def test_a_worker_in_an_actor_of_rays_gets_the_patches(monkeypatch: pytest.Monke
     config = make_config()
     config.parallel_config.worker_cls = f"{BASE}.WorkerBase"
     own = {"local_rank": 0, "rank": 0, "distributed_init_method": "", "is_driver_worker": True}
-    actor.init_worker([{"vllm_config": config, **own}])
-    assert actor.worker.check_health() == "healthy"
+    started = wrapper(rpc_rank=0)
+    started.init_worker([{"vllm_config": config, **own}])
+    return started.worker
+
+
+def test_a_worker_in_an_actor_of_rays_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older executor's actor is the class around the worker."""
+    base: Any = importlib.import_module(BASE)
+    actor = as_actor(monkeypatch, base.WorkerWrapperBase)
+    assert start_worker(monkeypatch, actor).check_health() == "healthy"
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("threads", [None, "16"])
+def test_a_worker_of_a_gpu_has_one_thread(
+    monkeypatch: pytest.MonkeyPatch, threads: str | None, *, has_gpu: bool
+) -> None:
+    """A CPU's worker needs them all, and a user who counts them knows why."""
+    base: Any = importlib.import_module(BASE)
+    limits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    monkeypatch.delenv(THREADS, raising=False)
+    if threads is not None:
+        monkeypatch.setenv(THREADS, threads)
+    start_worker(monkeypatch, base.WorkerWrapperBase)
+    assert limits == ([1] if has_gpu and threads is None else [])
