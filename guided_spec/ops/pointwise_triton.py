@@ -129,7 +129,7 @@ def _silu_mul(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tl.store(product + row * width + column, result, mask=mask)
 
 
-HEADS = 4  # of one token in a program
+HEADS = 8  # of one token in a program: with fewer, programs take more than memory does
 
 
 def rotate_and_store(
@@ -163,7 +163,7 @@ def rotate_and_store(
             heads=HEADS,
             has_norms=norms is not None,
             is_tree=places.tree is not None,
-            num_warps=2,
+            num_warps=4,
         )
 
 
