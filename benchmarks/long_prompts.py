@@ -162,7 +162,6 @@ def _measure(subject: Subject, proposer: str, name: str, work: Work) -> Iterator
             began = time.perf_counter()
             stats = [output.stats for output in llm.generate(work.prompts, params)]
             seconds = time.perf_counter() - began
-        free_memory(subject.model.device)
         written = sum(one.output_tokens for one in stats)
         cached = sum(one.cached_tokens for one in stats)
         read = sum(one.prompt_tokens for one in stats)

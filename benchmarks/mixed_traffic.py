@@ -22,7 +22,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.gpu.run import GpuPlan, folders
-from benchmarks.gpu.subject import Subject, free_memory, json_documents, load_subject
+from benchmarks.gpu.subject import Subject, json_documents, load_subject
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
@@ -66,7 +66,6 @@ def main(  # noqa: PLR0913 - the options of a command
         subject = load_subject(*paths, device=device, dtype=dtype)
         for proposer in proposers.split(","):
             table.add_row(proposer, *measure(subject, proposer, traffic, batch))
-            free_memory(subject.model.device)
     stdout().print(table)
 
 

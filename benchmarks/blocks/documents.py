@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.blocks.clock import Clock
-from benchmarks.gpu.subject import Subject, free_memory, json_documents, kv_budget
+from benchmarks.gpu.subject import Subject, json_documents
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk, Completion
@@ -120,7 +120,6 @@ def measure_blocks(
             yield from _measure(subject, heads.get(method or ""), plan, keys, plain, clock)
         except (GuidedSpecError, torch.OutOfMemoryError) as error:
             yield BlockRun(keys[0], problem=f"{type(error).__name__}: {error}")
-        free_memory(subject.model.device)
 
 
 METHODS = ("eagle3", "p_eagle", "dflash", "dspark")
@@ -154,7 +153,6 @@ def _measure(
         tree_nodes=int(nodes or 0),
         max_batch_size=max(plan.documents),
         max_model_len=max(map(len, prompts)) + plan.max_tokens + 1,
-        kv_memory_bytes=kv_budget(subject.model),
         prefix_cache=False,  # prompts are read by the rehearsal too
         drafting="always",
         **plan.options,

@@ -11,9 +11,7 @@ import torch
 
 from benchmarks.gpu.subject import (
     Subject,
-    free_memory,
     json_documents,
-    kv_budget,
     with_draft,
 )
 from guided_spec.engine.llm import LLM
@@ -83,7 +81,6 @@ def measure_documents(
                 report(f"documents: {proposer}, {batch} requests, temperature {temperature}")
                 case = DocumentRun(proposer, batch, temperature)
                 yield [_measure(subject, plan, case, texts)]
-                free_memory(subject.model.device)
 
 
 def _measure(
@@ -96,12 +93,11 @@ def _measure(
     depth = 0 if name == "none" else plan.num_draft_tokens
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
-    options |= {"kv_memory_bytes": kv_budget(subject.model)}
     options |= {"prefix_cache": False}  # the rehearsal reads the same prompts
     options |= {"drafting": "always", **plan.options}
     try:
-        llm = LLM(subject.model, name, depth, draft=subject.eagle3, **options)
-        completions, seconds = run_items(llm, items, params, rehearse=True)
+        with LLM(subject.model, name, depth, draft=subject.eagle3, **options) as llm:
+            completions, seconds = run_items(llm, items, params, rehearse=True)
     except (GuidedSpecError, torch.OutOfMemoryError) as error:
         return DocumentRun(name, batch, temperature, problem=str(error))
     if not texts:

@@ -14,9 +14,7 @@ import torch
 
 from benchmarks.gpu.subject import (
     Subject,
-    free_memory,
     json_documents,
-    kv_budget,
     with_draft,
 )
 from guided_spec.config import EngineConfig
@@ -150,7 +148,6 @@ def measure_steps(
         for batch in plan.batches:
             for tables in plan.tables or (None,):
                 yield _measure_engine(subject, plan, (proposer, batch, tables), report)
-                free_memory(subject.model.device)
 
 
 def _measure_engine(
@@ -195,7 +192,6 @@ def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineC
         "num_draft_tokens": depth,
         "max_batch_size": batch,
         "max_model_len": min(length, config.max_position_embeddings),
-        "kv_memory_bytes": kv_budget(subject.model),
         "drafting": "always",
     }
     return EngineConfig(**{**own, **plan.options})

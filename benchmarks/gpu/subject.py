@@ -14,8 +14,6 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import WorkItem, load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 
-CUDA_SHARE = 0.8  # of what the weights left: nothing but a draft head and activations need the rest
-
 
 class Subject(NamedTuple):
     """model: on its device. folder: where it was loaded from. eagle3: the head's folder, if any."""
@@ -45,14 +43,6 @@ def json_documents(count: int) -> list[WorkItem]:
     items = load_workload(Path(bundled_asset("heldout.jsonl")))
     kept = [i for i in items if i.grammar is not None and i.grammar.kind == "json_schema"]
     return [kept[index % len(kept)] for index in range(count)]
-
-
-def kv_budget(model: PreTrainedModel) -> int | None:
-    """Bytes for ``kv_memory_bytes``; None, the engine's own choice, where it is no CUDA device."""
-    if model.device.type != "cuda":
-        return None
-    free_memory(model.device)
-    return int(torch.cuda.mem_get_info(model.device)[0] * CUDA_SHARE)
 
 
 def without_weights(subject: Subject) -> Subject:

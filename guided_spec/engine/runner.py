@@ -118,6 +118,7 @@ class EngineWorker:
         self._incoming: deque[Request] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
+        self._ended: Load | None = None  # the last load, once there is no engine
         self._built: Future[Setup] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(build,), name="guided-spec-engine", daemon=True
@@ -139,11 +140,12 @@ class EngineWorker:
     @property
     def load(self) -> Load:
         """As of the engine, and with what it has not seen yet."""
-        load = self.setup.engine.load
+        with self._wake:
+            load = self._ended or self.setup.engine.load
         return load._replace(waiting=load.waiting + len(self._incoming))
 
     def close(self) -> None:
-        """Cancel what runs and end the thread. May be called more than once."""
+        """Cancel what runs, end the thread, let go of the engine. May be called more than once."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -164,6 +166,9 @@ class EngineWorker:
             except Exception as error:  # a bug of ours: nobody may wait for ever
                 engine.fail(engine, error)
         engine.cancel_all()
+        with self._wake:  # the keys and values of texts go with the engine
+            self._ended = engine.load
+            del setup.engine
 
     def _take_incoming(self, engine: Engine) -> bool:
         """Wait for work; False when the worker is closed."""

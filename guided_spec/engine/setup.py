@@ -7,6 +7,7 @@ kernels are compiled, by many threads at once, and graphs captured, so that no s
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -208,8 +209,10 @@ def _is_model(draft: Any, target: PreTrainedModel) -> bool:
 
 
 def _default_budget(device: torch.device, share: float) -> int:
-    """share: of what is free on a CUDA device."""
+    """share: of what is free on a CUDA device, and of what is left of engines that are closed."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return max(min(int(free * share), free - LEAST_REST), free // 2)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)

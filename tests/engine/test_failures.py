@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -229,6 +231,18 @@ def test_after_close() -> None:
     for params in (SamplingParams(max_tokens=2), GOOD):
         with pytest.raises(GuidedSpecError, match="closed"):
             llm.generate("A", params)
+
+
+def test_a_closed_llm_keeps_no_engine() -> None:
+    """Nor its memory, however long somebody holds the LLM."""
+    with make_llm("llama", "ngram", max_batch_size=2) as llm:
+        setup: Any = llm._runner.setup
+        engine, memory = weakref.ref(setup.engine), weakref.ref(setup.engine.model)
+        llm.generate("A", SamplingParams(max_tokens=2))
+        load = llm.load
+    gc.collect()
+    assert (engine(), memory()) == (None, None)
+    assert llm.load == load
 
 
 @pytest.mark.parametrize(
