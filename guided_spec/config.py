@@ -18,6 +18,7 @@ GrammarTables = Literal["auto", "always", "off"]
 Drafting = Literal["auto", "always"]
 
 LARGEST_DRAFT = 64
+LARGEST_BATCH, MOST_THREADS = 2**16, 1024  # more are a slip, and take all memory
 LARGEST_TREE = 63  # tokens behind a text, all of which an int64 tells apart
 
 
@@ -99,14 +100,14 @@ class EngineConfig:
         require_int("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
         require_int("tree_nodes", self.tree_nodes, low=0, high=LARGEST_TREE)
         require_int("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
-        require_int("max_batch_size", self.max_batch_size, low=1)
+        require_int("max_batch_size", self.max_batch_size, low=1, high=LARGEST_BATCH)
         if self.max_model_len is not None:
             require_int("max_model_len", self.max_model_len, low=2)
         require_int("prefill_tokens", self.prefill_tokens, low=1)
         require_switches(prefix_cache=self.prefix_cache, capture=self.capture)
         if self.kv_memory_bytes is not None:
             require_int("kv_memory_bytes", self.kv_memory_bytes, low=1)
-        require_int("compile_threads", self.compile_threads, low=1)
+        require_int("compile_threads", self.compile_threads, low=1, high=MOST_THREADS)
         require_int("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
         if self.device_table_bytes is not None:
             require_int("device_table_bytes", self.device_table_bytes, low=0)

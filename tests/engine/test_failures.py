@@ -253,6 +253,8 @@ def test_a_closed_llm_keeps_no_engine() -> None:
         ({"max_forced_tokens": -1}, "max_forced_tokens=-1"),
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"max_batch_size": 2**63}, f"max_batch_size={2**63}: must be between 1 and 65536"),
+        ({"compile_threads": 10**30}, "compile_threads=1.*: must be between 1 and 1024"),
         ({"prefill_tokens": 1.5}, "prefill_tokens=1.5: must be an int"),
         ({"max_batch_size": None}, "max_batch_size=None: must be an int"),
         ({"prefix_cache": "off"}, "prefix_cache='off': must be True or False"),
