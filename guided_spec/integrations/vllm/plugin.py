@@ -158,11 +158,11 @@ def around_drafting(wrap: Wrapper) -> Patch:
 
 
 def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
-    """Around ``WorkerBase.__init__``: a worker gets those of ``parts`` that fit first.
+    """Around ``WorkerBase.__init__``: a worker gets those of ``parts`` that fit, and one thread.
 
-    Its torch computes in one thread from then on, see ``keep_to_one_thread``.
-    So no other process imports what workers run. The class around it, ``WorkerWrapperBase``, may be
-    an actor of Ray's, and Ray calls an actor's methods as they were when its process began.
+    So no other process imports what workers run, or has fewer threads. The class around it,
+    ``WorkerWrapperBase``, may be an actor of Ray's, and Ray calls an actor's methods as they were
+    when its process began.
     """
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
