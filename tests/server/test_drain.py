@@ -46,16 +46,27 @@ class Asker(threading.Thread):
                 self.has_begun.set()
 
 
-def test_drain_loses_nothing(llm: LLM) -> None:
+def test_drain_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four run and two wait when it begins; all are finished, and nobody else is let in."""
+    worker: Any = llm._runner
+    engine, is_closed = worker.setup.engine, threading.Event()
+    step = engine.step
+
+    def step_and_wait() -> None:
+        step()
+        if engine.load.running == 4:
+            is_closed.wait(PATIENCE)
+
     with running(llm) as served:
         whole = served.post("/v1/completions", BODY).json()["choices"][0]["text"]
+        monkeypatch.setattr(engine, "step", step_and_wait)
         askers = [Asker(served.url, BODY) for _ in range(6)]
         for asker in askers:
             asker.start()
         until(lambda: served.metrics()["guided_spec_waiting_samples"] == 2)
         served.server.should_exit = True
         until(lambda: _is_closed(served.url))
+        is_closed.set()
         for asker in askers:
             asker.join(PATIENCE)
     for asker in askers:
