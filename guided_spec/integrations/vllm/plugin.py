@@ -21,8 +21,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
@@ -187,6 +185,7 @@ def keep_to_one_thread() -> None:
     With more, all of them wait in a loop behind each copy of a step's masks, and the thread that
     launches kernels shares its core. Changes nothing where ``THREADS`` is set.
     """
+    torch: Any = importlib.import_module("torch")  # here: most processes need no more than a look
     if torch.cuda.is_available() and THREADS not in os.environ and torch.get_num_threads() > 1:
         log(f"torch computes in one thread instead of {torch.get_num_threads()}")
         torch.set_num_threads(1)

@@ -136,7 +136,7 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kernels": "stock"}, "kernels='stock'"),
         ({"capture": False}, "enforce_eager"),
         ({"device": "cpu"}, "CUDA_VISIBLE_DEVICES"),
-        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1"),
+        ({"max_batch_size": 0}, "max_batch_size=0: must be between 1 and"),
         ({"max_forced_tokens": 3}, "max_forced_tokens=3"),
         ({"lora": 1}, "lora=1: unknown; the options are"),
         ({"proposer": "suffix"}, "proposer='suffix': engine='vllm' has none, ngram"),
