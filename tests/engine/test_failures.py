@@ -37,7 +37,6 @@ from guided_spec.proposers import require_proposer
 from guided_spec.types import SamplingParams
 from tests.engine.conftest import PATIENCE, Spy
 from tests.models.tiny import build
-from tests.server.running import until
 from tests.tiny_llm import STORIES, VOCAB_SIZE, make_llm, tiny_model
 
 GOOD = SamplingParams(max_tokens=16, grammar=GrammarSpec.regex("[a-f]{3}"))
@@ -240,14 +239,9 @@ def test_a_closed_llm_keeps_no_engine() -> None:
         setup: Any = llm._runner.setup
         engine, memory = weakref.ref(setup.engine), weakref.ref(setup.engine.model)
         llm.generate("A", SamplingParams(max_tokens=2))
-        load = llm.load
-
-    def is_gone() -> bool:
-        gc.collect()
-        return engine() is None and memory() is None
-
-    until(is_gone)
-    assert llm.load == load
+    gc.collect()
+    assert (engine(), memory()) == (None, None)
+    assert (llm.load.num_slots, llm.load.running, llm.load.waiting) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
