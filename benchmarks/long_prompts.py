@@ -22,7 +22,6 @@ from benchmarks.gpu.peers import VllmEnvironment, start_vllm, vllm_grammar
 from benchmarks.gpu.run import GpuPlan, folders
 from benchmarks.gpu.subject import (
     Subject,
-    free_memory,
     json_documents,
     load_subject,
     without_weights,
@@ -32,6 +31,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.ops.attention.flash_attention import is_installed
+from guided_spec.ops.host import free_memory
 from guided_spec.types import SamplingParams
 
 MAX_TOKENS = 128

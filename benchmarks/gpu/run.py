@@ -23,10 +23,11 @@ from benchmarks.gpu.kernels import measure_kernels
 from benchmarks.gpu.peers import VllmEnvironment, measure_transformers, measure_vllm
 from benchmarks.gpu.plugins import PluginRun, load_outline, measure_plugins
 from benchmarks.gpu.steps import StepPlan, StepTime, measure_steps
-from benchmarks.gpu.subject import Subject, free_memory, load_subject, without_weights
+from benchmarks.gpu.subject import Subject, load_subject, without_weights
 from benchmarks.widening.models import write_wide
 from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
+from guided_spec.ops.host import free_memory
 
 
 def step_table(times: Sequence[StepTime]) -> Table:

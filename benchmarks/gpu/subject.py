@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,10 +50,3 @@ def without_weights(subject: Subject) -> Subject:
         skeleton = AutoModelForCausalLM.from_config(subject.model.config)
     skeleton.generation_config = subject.model.generation_config
     return subject._replace(model=skeleton)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what closed engines held on the device, if that is a CUDA device."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ kernels are compiled, by many threads at once, and graphs captured, so that no s
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -46,6 +45,7 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
+from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.tree import require_tree_verifier
@@ -211,8 +211,7 @@ def _is_model(draft: Any, target: PreTrainedModel) -> bool:
 def _default_budget(device: torch.device, share: float) -> int:
     """share: of what is free on a CUDA device, and of what is left of engines that are closed."""
     if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory(device)
         free, _ = torch.cuda.mem_get_info(device)
         return max(min(int(free * share), free - LEAST_REST), free // 2)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)

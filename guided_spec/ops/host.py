@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import select
 import sys
@@ -92,6 +93,13 @@ def named_range(name: str) -> AbstractContextManager[object]:
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"guided: {name}")
     return _NOTHING
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what closed engines held on the device, if that is a CUDA device."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def zeros_on_demand(like: Tensor, shape: tuple[int, ...]) -> Tensor:
