@@ -27,7 +27,11 @@ ONE_BY_ONE, CHUNK = 16, 16
 def gated_delta(
     packed: Tensor, layer: DeltaLayer, states: DeltaStates, places: SlotPlaces
 ) -> Tensor:
-    """See ``guided_spec.ops.delta_rule.gated_delta``; the arguments on one CUDA device."""
+    """See ``guided_spec.ops.delta_rule.gated_delta``; the arguments on one CUDA device.
+
+    What the states hold is read early: between two calls with the same ones lies another launch, as
+    the projection is in a model.
+    """
     shape, count = layer.shape, len(packed)
     size = shape.values * shape.value_size
     mixed = packed.new_empty(count, shape.channels)
@@ -88,8 +92,10 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some channels of one token, from its own row or from what its slot keeps."""
-    await_previous(IS_DEPENDENT)
+    """Some channels of one token, from its own row or from what its slot keeps.
+
+    What is kept comes first, as it does in the sum, and is there before the projection is.
+    """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -99,20 +105,32 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
         lag = TAPS - 1 - tap
-        before = token - lag
-        line_slot = tl.load(tokens + before, mask=before >= 0, other=-2)
-        line_position = tl.load(tokens + count + before, mask=before >= 0, other=-2)
-        is_in_line = (line_slot == slot) & (line_position == position - lag)
-        source = packed + before * packed_row + column
-        x = tl.load(source, mask=channel < tl.where(is_in_line, channels, 0), other=0.0)
-        is_kept = (slot >= 0) & (position >= lag)
-        end = tl.where(is_kept, tl.where(is_in_line, 0, channels), 0)
+        is_in_line = _follows(tokens, count, token, lag, slot, position)
+        is_kept = (slot >= 0) & (position >= lag) & (is_in_line == 0)
+        here = channel < tl.where(is_kept, channels, 0)
         place = slot * places + (position - lag) % places
-        x += tl.load(recent + place * width + channel, mask=channel < end, other=0.0)
+        x = tl.load(recent + place * width + channel, mask=here, other=0.0)
+        weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
+    await_previous(IS_DEPENDENT)
+    for tap in tl.static_range(TAPS):
+        lag = TAPS - 1 - tap
+        is_in_line = _follows(tokens, count, token, lag, slot, position)
+        here = channel < tl.where(is_in_line, channels, 0)
+        x = tl.load(packed + (token - lag) * packed_row + column, mask=here, other=0.0)
         weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
         total += x.to(tl.float32) * weight.to(tl.float32)
     out = mixed.dtype.element_ty
     tl.store(mixed + token * channels + channel, _silu(total.to(out)).to(out), mask=inside)
+
+
+@triton.jit
+def _follows(tokens, count, token, lag, slot, position):  # type: ignore[no-untyped-def] # noqa: PLR0913
+    """Whether the token ``lag`` places before in the line is so many before in the text too."""
+    before = token - lag
+    other_slot = tl.load(tokens + before, mask=before >= 0, other=-2)
+    other_position = tl.load(tokens + count + before, mask=before >= 0, other=-2)
+    return (other_slot == slot) & (other_position == position - lag)
 
 
 @triton.jit
@@ -250,8 +268,10 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     IS_LONG: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some columns of one head's state through one row, which is long or not."""
-    await_previous(IS_DEPENDENT)
+    """Some columns of one head's state through one row, which is long or not.
+
+    The state and what stays in it are there before the convolution is.
+    """
     row = tl.program_id(0)
     if IS_LONG:
         row = _long_row(rows, num_rows, row, ONE_BY_ONE, 64)
@@ -292,6 +312,7 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             value = _recalled(kept, places, width, taps, position, of_value, value_end, TAPS)
             step, decay = tl.load(source), tl.load(source + VALUES)
             state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
+        await_previous(IS_DEPENDENT)
         if end - first <= longest:
             tl.store(stored, state, mask=inside)
         if IS_LONG:
@@ -336,6 +357,8 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
                 tl.store(out, found.to(read.dtype.element_ty), mask=is_value)
         if end - first > longest:
             tl.store(stored, state, mask=inside)
+    else:
+        await_previous(IS_DEPENDENT)
 
 
 @triton.jit(do_not_specialize=["count", "num_rows"])  # type: ignore[untyped-decorator]
