@@ -32,6 +32,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
+from guided_spec.models.heads.loading import find_method
 
 FREE_TOKENS = 64
 NUM_DRAFT = 5
@@ -241,7 +242,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 @app.command()
 def main(  # noqa: PLR0913 - the options of a command
     model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
-    eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
+    eagle3: Annotated[str | None, typer.Option(help="Folder of it, or of a DFlash head.")] = None,
     work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
     vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
     packages: Annotated[
@@ -347,6 +348,7 @@ def _plan(subject: Subject, batches: Sequence[int], memory_share: float) -> dict
     return {
         "model": subject.folder,
         "eagle3": subject.eagle3,
+        "method": find_method(subject.eagle3, subject.model),
         "num_draft_tokens": NUM_DRAFT,
         "max_model_len": min(2048, config.max_position_embeddings),
         "memory_share": memory_share,

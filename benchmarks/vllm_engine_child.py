@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.vllm_engine_child PLAN.json RESULT.json``:
 ``benchmarks.vllm_engine`` writes the plan, starts this and reads the result. A plan holds: way
-("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3, features,
-num_draft_tokens, max_model_len, memory_share, batches, temperatures, repeats, requests (a list of
-{prompt_ids, schema or None, max_tokens}), laps (how often a run asks for all of them), settle
-(seconds behind the warm-up of a batch), soak (how many of them at the end, greedy, some cancelled),
-engine (further arguments of vLLM's). The result: {load_seconds, version,
-cells: [{batch, temperature, lap, seconds, tokens, answers}], soak: {seconds, answers}}; lap is how
+("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3 (the
+head's folder), method (what it is), num_draft_tokens, max_model_len, memory_share, batches,
+temperatures, repeats, requests (a list of {prompt_ids, schema or None, max_tokens}), laps (how
+often a run asks for all of them), settle (seconds behind the warm-up of a batch), soak (how many
+of them at the end, greedy, some cancelled), engine (further arguments of vLLM's). The result:
+{load_seconds, version, cells: [{batch, temperature, lap, seconds, tokens, answers}],
+soak: {seconds, answers}}; lap is how
 many requests a lap has, and an answer is {text, token_ids, error, cancelled}.
 """
 
@@ -30,7 +31,7 @@ from guided_spec.engine.process import frozen_heap
 
 CANCELLED_SHARE = 0.15
 LONGEST_WAIT = 0.6  # seconds before a request is cancelled
-PROPOSER = "chain:grammar_forced+eagle3"
+FORCED = "chain:grammar_forced+"
 
 
 class Answer(NamedTuple):
@@ -174,7 +175,7 @@ def make_llm(plan: Mapping[str, Any]) -> LLM:
     options = {"compilation_config", "gpu_memory_utilization", "structured_outputs_config", "seed"}
     return LLM(
         plan["model"],
-        PROPOSER,
+        FORCED + plan["method"],
         plan["num_draft_tokens"],
         draft=plan["eagle3"],
         engine="vllm",
@@ -201,7 +202,7 @@ def make_direct(plan: Mapping[str, Any]) -> Any:
 
 def _peer(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The plan as ``vllm_peer`` reads it."""
-    return {**plan, "method": "eagle3", "cells": [{"batch": batch} for batch in plan["batches"]]}
+    return {**plan, "cells": [{"batch": batch} for batch in plan["batches"]]}
 
 
 async def _direct(plan: Mapping[str, Any], result: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ def _speculative(plan: Mapping[str, Any]) -> dict[str, Any] | None:
     own = {
         "ngram": {"method": "ngram", **NGRAM},
         "eagle3": {"method": "eagle3", "model": plan["eagle3"]},
+        "dflash": {"method": "dflash", "model": plan["eagle3"]},
         "guided": {"method": "custom_class", "model": GUIDED},
     }[plan["method"]]
     depth = plan["num_draft_tokens"]

@@ -99,7 +99,8 @@ def test_both_ways_have_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_p
     world = install(monkeypatch, tmp_path, "compilation_config", "gpu_memory_utilization", "seed")
     plan = {
         "model": bundled_asset("target"), "eagle3": bundled_asset("eagle3"), "batches": [1, 8],
-        "num_draft_tokens": 3, "max_model_len": 256, "memory_share": 0.5,
+        "method": "eagle3", "num_draft_tokens": 3, "max_model_len": 256,
+        "memory_share": 0.5,
         "engine": {"tensor_parallel_size": 2},
     }  # fmt: skip
     with make_llm(plan) as llm:

@@ -81,7 +81,9 @@ LOOKUP = "chain:grammar_forced+ngram"
 FORCED = "chain:grammar_forced+"
 METHODS: dict[str, str | None] = {
     "auto": None,  # what vLLM finds in the draft's configuration
+    "dflash": "dflash",
     "draft_model": "draft_model",
+    "dspark": "dspark",
     "eagle": "eagle",
     "eagle3": "eagle3",
     "mtp": "mtp",

@@ -112,6 +112,8 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert native.features == ("counts", "forced")
     assert read("ngram", has_lookup=True).engine["speculative_config"]["method"] == "ngram"
+    block = read("chain:grammar_forced+dflash", "a/head").engine["speculative_config"]
+    assert block == {"method": "dflash", "model": "a/head", "num_speculative_tokens": 5}
     assert read("mtp").engine["speculative_config"] == {
         "method": "mtp",
         "num_speculative_tokens": 5,
