@@ -47,7 +47,7 @@ PROPOSERS: dict[str, str | Factory] = {
 }
 
 
-_PLAIN = ("grammar_forced", "ngram", "none", "suffix")  # take nothing behind a colon
+_PLAIN = ("ngram", "none", "suffix")  # take nothing behind a colon
 
 
 def register_proposer(name: str, factory: str | Factory) -> None:

@@ -16,23 +16,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer, ProposerContext
+from guided_spec.errors import ConfigError
 from guided_spec.grammar.completion.completion import without_budget
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.drafting import host_draft, no_draft
 
+START = "start"
 LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text without end
 
 
 class GrammarForced(Proposer):
-    """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model."""
+    """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model.
+
+    ``grammar_forced:start`` does so where a text begins, and nowhere else: there a head behind it
+    has no hidden states to draft from, and all other steps are as without it.
+    """
 
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: ProposerContext) -> None:
+        if context.argument not in ("", START):
+            fix = f"behind the colon stands nothing, or {START!r}"
+            raise ConfigError("proposer", f"grammar_forced:{context.argument}", fix)
+        self._only_starts = context.argument == START
         self._limit = context.config.max_forced_tokens
         self._search = ForcedSearch(context.vocabulary)
         self._tokens = CanonicalTokens(context.encode, context.vocabulary.token_bytes)
@@ -44,11 +54,15 @@ class GrammarForced(Proposer):
     ) -> DraftInFlight:
         """The forced tokens after each request's draft so far; none for free requests."""
         del carry
-        lookahead.fill_next()
-        rows = zip(lookahead.drafted, lookahead.is_open, strict=True)
+        searched = self._searched(batch)
+        if not any(searched):
+            return FinishedDraft(no_draft(batch), (0,) * len(batch))
+        if all(searched):
+            lookahead.fill_next()
+        rows = zip(searched, lookahead.drafted, lookahead.is_open, strict=True)
         drafts = [
-            self._draft(batch, lookahead, request, drafted) if is_open else []
-            for request, (drafted, is_open) in enumerate(rows)
+            self._draft(batch, lookahead, request, drafted) if is_searched and is_open else []
+            for request, (is_searched, drafted, is_open) in enumerate(rows)
         ]
         legal = lookahead.extend_forced(drafts)
         return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
@@ -58,8 +72,10 @@ class GrammarForced(Proposer):
         del num_draft_tokens
         return True
 
-    def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause:
+    def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
         """Where anything is forced after the request's draft so far."""
+        if self._only_starts:
+            return None
         return lambda request: bool(
             self._draft(batch, lookahead, request, lookahead.drafted[request])
         )
@@ -69,6 +85,13 @@ class GrammarForced(Proposer):
         for slot in slots:
             self._styles.pop(slot, None)
             self._known.pop(slot, None)
+
+    def _searched(self, batch: DecodeBatch) -> list[bool]:
+        """[B]: whose forced text is looked for."""
+        if not self._only_starts:
+            return [True] * len(batch)
+        lengths = zip(batch.contexts, batch.prompt_lengths, strict=True)
+        return [len(context) == length for context, length in lengths]
 
     def _draft(
         self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]

@@ -328,6 +328,11 @@ def test_a_proposer_that_takes_nothing_behind_its_name(name: str) -> None:
         require_proposer(name)
 
 
+def test_forced_text_has_one_place_to_name() -> None:
+    with pytest.raises(ConfigError, match="'grammar_forced:end': .* nothing, or 'start'"):
+        make_llm("llama", "chain:grammar_forced:end+ngram")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "7"])
 def test_a_seed_out_of_range(seed: Any) -> None:
     with pytest.raises(ConfigError, match="^seed="):

@@ -220,7 +220,15 @@ READ_AHEAD = LearnedHead.read_ahead
 
 @pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize(
-    "spec", ["eagle3", "chain:grammar_forced+eagle3", "dflash", "dspark", "p_eagle"]
+    "spec",
+    [
+        "eagle3",
+        "chain:grammar_forced+eagle3",
+        "chain:grammar_forced:start+eagle3",
+        "dflash",
+        "dspark",
+        "p_eagle",
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_reading_ahead_changes_no_draft(

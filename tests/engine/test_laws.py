@@ -39,6 +39,7 @@ Law = dict[tuple[int, ...], float]
 
 FEW = GrammarSpec.regex("[a-c]{2,3}(1|2)?")
 LONG = GrammarSpec.regex("[ab]{1,8}")
+BEGUN = GrammarSpec.regex("ca[a-c]{2}(1|2)?")
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.4,
     "frequency_penalty": 0.8,
@@ -47,7 +48,7 @@ PENALTIES: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """proposer: whose name begins with that of its head, or of ``draft_model`` in a chain."""
+    """proposer: a head's or ``draft_model``, alone or at the end of a chain."""
 
     proposer: str
     params: SamplingParams
@@ -63,6 +64,9 @@ TREE, TABLES = {"tree_nodes": 15}, {"grammar_tables": "always"}
 CASES = {
     "penalties, a chain, a table": Case(
         "chain:grammar_forced+draft_model", sampled(**PENALTIES), TABLES
+    ),
+    "penalties, forced at starts, a head's tables": Case(
+        "chain:grammar_forced:start+eagle3", sampled(**PENALTIES, grammar=BEGUN), TABLES
     ),
     "biases, a tree": Case("dflash", sampled(logit_bias={66: 1.0, 67: -1.0}), TREE),
     "penalties, top-p, a tree of a loop": Case(
@@ -101,7 +105,7 @@ def p_value(counts: Counter[tuple[int, ...]], exact: Law) -> float:
 def headed(proposer: str, folder: Path) -> HeadedTarget:
     if "draft_model" in proposer:
         return HeadedTarget(tiny_model("llama"), near_copy("llama"))  # type: ignore[arg-type]
-    return write_head(folder, proposer, VOCAB_SIZE)
+    return write_head(folder, proposer.rpartition("+")[2], VOCAB_SIZE)
 
 
 def law(llm: LLM, params: SamplingParams) -> Law:

@@ -27,7 +27,14 @@ FREE = SamplingParams(max_tokens=14)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
 PARAMS = [FREE, replace(FREE, grammar=CALL), SAMPLED, replace(SAMPLED, grammar=CALL, max_tokens=14)]
 PROPOSERS = [
-    *("none", "eagle3", "dflash", "chain:grammar_forced+ngram", "chain:grammar_forced+eagle3"),
+    *(
+        "none",
+        "eagle3",
+        "dflash",
+        "chain:grammar_forced+ngram",
+        "chain:grammar_forced+eagle3",
+        "chain:grammar_forced:start+eagle3",
+    ),
     "chain:grammar_forced+dflash",
 ]
 

@@ -34,7 +34,14 @@ FREE = [
     SamplingParams(max_tokens=5 + 3 * (row % 3), temperature=0, ignore_eos=True)
     for row in range(len(PROMPTS))
 ]
-PROPOSERS = ["none", "ngram", "eagle3", "eagle3:validate", "chain:grammar_forced+eagle3"]
+PROPOSERS = [
+    "none",
+    "ngram",
+    "eagle3",
+    "eagle3:validate",
+    "chain:grammar_forced+eagle3",
+    "chain:grammar_forced:start+eagle3",
+]
 
 
 @pytest.fixture(scope="module")

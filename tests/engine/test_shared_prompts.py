@@ -23,7 +23,7 @@ from tests.tiny_llm import VOCAB_SIZE, make_llm
 PROMPT = [5 + at % 60 for at in range(70)]
 PARAMS = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
 HEADS = [
-    *("eagle3", "chain:grammar_forced+eagle3", "dflash"),
+    *("eagle3", "chain:grammar_forced+eagle3", "chain:grammar_forced:start+eagle3", "dflash"),
     *("deepseek_mtp", "chain:ngram+glm4_moe_mtp"),
 ]
 

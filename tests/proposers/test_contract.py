@@ -49,6 +49,7 @@ CHAINS = [
     "chain:grammar_forced+ngram+toy_registered",
     "chain:grammar_forced+draft_model",
     "chain:grammar_forced+eagle3:validate",
+    "chain:grammar_forced:start+eagle3",
     "chain:grammar_forced+ngram+deepseek_mtp",
     "chain:auto+draft_model:validate",
     "chain:none+none",

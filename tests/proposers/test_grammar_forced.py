@@ -102,6 +102,25 @@ def test_forced_drafts() -> None:
     assert propose(rule, max_forced_tokens=0)[0] == []
 
 
+def test_text_that_is_forced_where_a_text_begins() -> None:
+    """The first request has its prompt alone, the second one has begun; the third is free."""
+    rule = text_rule([b'{"ab":1}', b'{"ab":0}'])
+    constraints = [Constraint(ToyCompiled(rule)) for _ in range(2)]
+    constraints[1].commit(toy_ids(b"{"))
+    contexts = [[0], [0, *toy_ids(b"{")], [0]]
+    batch = toy_batch(contexts, [*constraints, None], k=20)
+    proposer = GrammarForced(toy_context(argument="start"))
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    assert proposer.interrupts(batch, lookahead) is None
+    draft = proposer.begin(batch, lookahead).finish()
+    assert lookahead.drafted == [toy_ids(b'{"ab":'), [], []]
+    assert draft.num_tokens.tolist() == [6, 0, 0]
+    later = toy_batch(contexts[1:], [constraints[1], None], k=20)
+    lookahead = Lookahead.fork(later.constraints, later.mask_rows, later.limits)
+    assert proposer.begin(later, lookahead).finish().token_ids.shape == (2, 0)
+    assert lookahead.num_rows == [0, 0]  # no mask was filled for it
+
+
 def test_the_style_tells_where_the_grammar_leaves_whitespace_free() -> None:
     free = text_rule([b"a:b1", b"a,b1", b"a:c1"])
     style = text_rule([b"a:b1"])

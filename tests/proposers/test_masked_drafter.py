@@ -416,7 +416,14 @@ def test_a_chain_in_flight_changes_no_text(
         assert [output.token_ids for output in found] == [output.token_ids for output in plain]
 
 
-@pytest.mark.parametrize("spec", ["eagle3:mask", "chain:grammar_forced+eagle3:mask"])
+SPECS = [
+    "eagle3:mask",
+    "chain:grammar_forced+eagle3:mask",
+    "chain:grammar_forced:start+eagle3:mask",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_device_that_waits_in_vain_changes_no_text(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, spec: str
@@ -432,7 +439,7 @@ def test_a_device_that_waits_in_vain_changes_no_text(
     assert starts == len(PROMPTS)
 
 
-@pytest.mark.parametrize("spec", ["eagle3:mask", "chain:grammar_forced+eagle3:mask"])
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_trees_around_such_drafts_change_no_text(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, spec: str
