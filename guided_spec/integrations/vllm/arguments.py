@@ -22,6 +22,7 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.drafts import lookup
 from guided_spec.integrations.vllm.plugin import (
+    ENDINGS,
     FEATURES,
     TABLES,
     VARIABLE,
@@ -198,7 +199,10 @@ def _features(
     proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any], *, has_tables: bool
 ) -> Iterator[str]:
     """Of the plugin: those that the environment asks for, and those that the drafts need."""
-    asked, method = {"counts", *requested()}, None if drafts is None else drafts.get("method")
+    asked, method = (
+        {"counts", ENDINGS, *requested()},
+        None if drafts is None else drafts.get("method"),
+    )
     if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):
         asked |= {"drafts", TABLES} if has_tables else {"drafts"}
     if drafts is not None and method != _CUSTOM and proposer.startswith(FORCED):

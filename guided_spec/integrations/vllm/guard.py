@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import (
+    ENDINGS,
     acceptable_drafts,
     counter,
     in_workers,
     log,
+    requested,
     warn,
 )
 from guided_spec.integrations.vllm.reasoning import TELLS
@@ -86,6 +88,7 @@ class Guard:
         is_even = "mask_stride" in inspect.getsource(manager.grammar_bitmask)
         self._block = config.num_speculative_tokens + 1 if is_even else None
         self._rank = str(config.parallel_config.rank)
+        self._is_wrong = _lets_through if ENDINGS in requested() else _is_other
         self._total = 0
         self._unnamed: dict[str, int] = {}
 
@@ -117,7 +120,7 @@ class Guard:
                 anew[name] = _Anew(at, rows)
                 continue
             given = output.grammar_bitmask[start + at : start + at + len(rows)]
-            if wrong := _wrong(given, rows):
+            if wrong := _wrong(given, rows, self._is_wrong):
                 for reason in wrong:
                     self._count(reason, 1)
                 anew[name] = _Anew(at, rows)
@@ -146,7 +149,7 @@ class Guard:
         if any((row == -1).all() for row in rows[rows[:, 0] == -1]):
             return True
         own = self.requests.at_hand(name)
-        return own is not None and not np.array_equal(legal_rows(own, (), self._words), rows[:1])
+        return own is not None and self._is_wrong(rows[:1], legal_rows(own, (), self._words))
 
     def _size(self, step: Step, name: str) -> int:
         return self._block or step.num_drafts(name) + 1
@@ -218,14 +221,21 @@ def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows
     return rows[: max(1, count)]
 
 
-def _wrong(given: Rows, rows: Rows) -> list[str]:
-    """Why each of the given rows that differ is wrong: it is missing, all ones, or stale."""
+def _wrong(given: Rows, rows: Rows, is_wrong: Callable[[Rows, Rows], bool]) -> list[str]:
+    """Why each of the given rows that is wrong is so: it is missing, all ones, or stale."""
     pairs = zip(given, rows, strict=True)
     return [
-        "missing" if (one == -1).all() else "stale"
-        for one, right in pairs
-        if not np.array_equal(one, right)
+        "missing" if (one == -1).all() else "stale" for one, right in pairs if is_wrong(one, right)
     ]
+
+
+def _is_other(given: Rows, right: Rows) -> bool:
+    return not np.array_equal(given, right)
+
+
+def _lets_through(given: Rows, right: Rows) -> bool:
+    """Whether rows allow what the grammar forbids, or nothing; budgets of texts forbid more."""
+    return bool((given & ~right).any() or not (given & right).any())
 
 
 def _counter() -> Any:

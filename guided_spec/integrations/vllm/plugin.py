@@ -29,11 +29,13 @@ THREADS = "OMP_NUM_THREADS"  # who sets it decides how many torch has
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 COUNTER = "guided_spec_vllm_repairs"
+ENDINGS = "endings"
 FORCED = "forced"
 TABLES = "tables"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts.heads",
+    ENDINGS: "guided_spec.integrations.vllm.endings",
     "exact": "guided_spec.integrations.vllm.exact",
     FORCED: "guided_spec.integrations.vllm.drafts.heads",
     "guard": "guided_spec.integrations.vllm.guard",
@@ -41,6 +43,7 @@ FEATURES = {
     TABLES: "guided_spec.integrations.vllm.drafts.heads",
 }
 PROMISES = (
+    ENDINGS,
     "exact",
     "guard",
     "schemas",

@@ -10,6 +10,7 @@ from guided_spec.engine.request import Job
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.endings import ARGUMENT
 from guided_spec.integrations.vllm.grammars import GrammarText
 from guided_spec.types import SamplingParams, TokenLogprobs, TopLogprob
 
@@ -50,7 +51,7 @@ def _refusals(job: Job, facts: SamplingFacts) -> Iterator[tuple[str, object, str
         fix = f"it would be raised: pass 0, or {LEAST_TEMPERATURE} at least"
         yield "temperature", params.temperature, fix
     if params.complete:
-        yield "complete", True, "texts are cut off at max_tokens: leave it out, allow more tokens"
+        yield "complete", True, "a text that cannot be ended is cut off: leave it out"
     start = None if params.grammar is None else params.grammar.start
     if start is not None and start.reasoning_budget is not None:
         fix = "reasoning has no budget of its own: leave it out"
@@ -134,6 +135,7 @@ def to_vllm(job: Job, text: GrammarText | None, vocabulary: Vocabulary, *, in_pa
             logit_bias=dict(params.logit_bias) or None,
             allowed_token_ids=params.allowed_token_ids and [*params.allowed_token_ids],
             min_tokens=params.min_tokens,
+            extra_args={ARGUMENT: False} if params.complete is False else None,
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty,

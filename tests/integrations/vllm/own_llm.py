@@ -1,7 +1,8 @@
 """``LLM(engine="vllm")`` over an installed vLLM, the bundled model and its EAGLE-3 head.
 
 ``python -m tests.integrations.vllm.own_llm RESULT.json PROPOSER`` writes what it wrote: texts under
-a schema and a regex, free text, a stream that is left early, and the refusal of a schema.
+schemas, one of them within few tokens, and a regex, free text, a stream that is left early, and the
+refusal of a schema.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LONG = {
 PROMPTS = (
     "Please call Maria Lopez at +49 170 5551234.\n\nJSON: ",
     "Please call Maria Lopez at +49 170 5551234.\n\nJSON: ",
+    "Please call Maria Lopez at +49 170 5551234.\n\nJSON: ",
     "The launch was moved to March 5, 2024.\n\nDate: ",
     "one two three one two three one two",
     "one two three one two three one two",
@@ -35,6 +37,7 @@ PROMPTS = (
 PARAMS = (
     SamplingParams(grammar=GrammarSpec.json_schema(LONG)),
     SamplingParams(grammar=GrammarSpec.json_schema(SCHEMA)),
+    SamplingParams(grammar=GrammarSpec.json_schema(SCHEMA), max_tokens=14),  # too few for the model
     SamplingParams(grammar=GrammarSpec.regex(r"\d{4}-\d{2}-\d{2}")),
     SamplingParams(max_tokens=16),
     SamplingParams(max_tokens=40, stop="mis"),

@@ -153,6 +153,7 @@ def add_request(
     name: str,
     stops: Sequence[int] = (),
     prompt: Sequence[int] = PROMPT,
+    max_tokens: int = 100,
     **grammar: Any,
 ) -> Any:
     """A request under ``grammar``: what StructuredOutputsParams takes.
@@ -160,6 +161,7 @@ def add_request(
     stops: its own stop tokens.
     """
     sampling = sampling_params(scheduler.vllm_config, **grammar)
+    sampling.max_tokens = max_tokens
     sampling._all_stop_token_ids.update(stops)
     request = _vllm("v1.request").Request(
         name, [*prompt], sampling, None, block_hasher=_block_hasher()

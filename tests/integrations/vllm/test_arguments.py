@@ -90,27 +90,27 @@ def test_names_of_vllm() -> None:
         "structured_outputs_config": {"backend": "xgrammar"},
     }
     assert read(engine_options={"dtype": "half"}).engine["dtype"] == "half"
-    assert found.features == ("counts", "drafts", "forced", "tables")
+    assert found.features == ("counts", "drafts", "endings", "forced", "tables")
     assert found.proposer == "chain:grammar_forced+eagle3"
     assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
 
 
 def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read().engine["speculative_config"] is None
-    assert read("none").features == ("counts",)
+    assert read("none").features == ("counts", "endings")
     assert read(None, "a/head").proposer == "chain:grammar_forced+auto"
     drafts = read(None, "a/head").engine["speculative_config"]
     assert drafts == {"model": "a/head", "num_speculative_tokens": 5}
     assert read("eagle3", "a/head", num_draft_tokens=0).engine["speculative_config"] is None
     lookup = read("chain:grammar_forced+ngram")
     assert lookup.engine["speculative_config"]["method"] == "custom_class"
-    assert lookup.features == ("counts",)
+    assert lookup.features == ("counts", "endings")
     native = read("chain:grammar_forced+ngram", has_lookup=True)
     assert native.engine["speculative_config"] == {
         "method": "ngram_gpu",
         "num_speculative_tokens": 5,
     }
-    assert native.features == ("counts", "forced")
+    assert native.features == ("counts", "endings", "forced")
     assert read("ngram", has_lookup=True).engine["speculative_config"]["method"] == "ngram"
     block = read("chain:grammar_forced+dflash", "a/head").engine["speculative_config"]
     assert block == {"method": "dflash", "model": "a/head", "num_speculative_tokens": 5}
@@ -118,12 +118,12 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
         "method": "mtp",
         "num_speculative_tokens": 5,
     }
-    assert read("mtp", grammar_tables="auto").features == ("counts", "drafts", "tables")
-    assert read("ngram", grammar_tables="auto").features == ("counts",)
+    assert read("mtp", grammar_tables="auto").features == ("counts", "drafts", "endings", "tables")
+    assert read("ngram", grammar_tables="auto").features == ("counts", "endings")
     sampled = {"speculative_config": {"draft_sample_method": "probabilistic"}}
-    assert read("eagle3", "a/head", sampled).features == ("counts", "drafts", "exact")
+    assert read("eagle3", "a/head", sampled).features == ("counts", "drafts", "endings", "exact")
     monkeypatch.setenv(VARIABLE, "guard")
-    assert read("mtp").features == ("counts", "drafts", "guard")
+    assert read("mtp").features == ("counts", "drafts", "endings", "guard")
     assert read(model=None).engine["model"] == bundled_asset("target")
 
 

@@ -56,6 +56,8 @@ def test_llm_writes_what_the_own_engine_writes(tmp_path: Path, proposer: str) ->
         own = llm.generate(PROMPTS, PARAMS)
     assert found["texts"] == [output.text for output in own]
     assert found["complete"] == [output.is_complete for output in own]
+    assert all(found["complete"][:4])
+    assert len(own[2].token_ids) <= 14 < len(own[1].token_ids)
     assert found["refused"] == "UnsupportedSchemaError"
     drafted = "drafts under grammars" in done.stdout + done.stderr
     assert drafted == (proposer != "none")

@@ -143,6 +143,27 @@ def test_rows_of_another_place_are_stale(make: Make) -> None:
     assert counted() == {"stale": 6}
 
 
+@pytest.mark.parametrize("features", ["guard", "endings,guard"])
+def test_a_budget_forbids_more_than_the_grammar(
+    make: Make, monkeypatch: pytest.MonkeyPatch, features: str
+) -> None:
+    """Its rows are left alone where budgets are on, but for one that forbids everything."""
+    monkeypatch.setenv("GUIDED_SPEC_VLLM", features)
+    world = World(make)
+    guard = vllm_guard.guard_of(world.runner)
+    assert guard is not None
+    for name in LEGAL:
+        wait_for_grammar(guard.requests, name)
+    (token_id,) = ids("c")
+    world.rows(world.output, "x")[0, token_id // 32] &= ~np.int32(1 << token_id % 32)
+    found = world.check()
+    kept = {"guard": LEGAL, "endings,guard": {**LEGAL, "x": ["b", "d", "ef"]}}[features]
+    assert {name: world.legal(found, name) for name in LEGAL} == kept
+    assert counted() == ({} if found is world.output else {"stale": 1})
+    world.rows(world.output, "x")[0] = 0
+    assert world.legal(world.check(), "x") == LEGAL["x"]
+
+
 def test_requests_that_have_ended_or_are_read_need_no_rows(make: Make) -> None:
     world = World(make)
     unname(world)

@@ -182,7 +182,7 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
         vllm.register()
     for value, message in (
         ("schemas,exat", "exact,forced,guard,schemas"),
-        ("drafts:topk_walk", "drafts,exact,forced"),
+        ("drafts:topk_walk", "drafts,endings,exact,forced"),
     ):
         monkeypatch.setenv(vllm.VARIABLE, value)
         with pytest.raises(ConfigError, match=message):

@@ -47,7 +47,7 @@ def job(words: tuple[tuple[int, ...], ...] = (), **params: Any) -> Job:
     ("asked", "facts", "reason"),
     [
         (job(temperature=0.005), PLAIN, "temperature=0.005: under engine='vllm' it would be"),
-        (job(grammar=LETTERS, complete=True), PLAIN, "complete=True: under engine='vllm' texts"),
+        (job(grammar=LETTERS, complete=True), PLAIN, "complete=True: under engine='vllm' a text"),
         (job(grammar=LETTERS.after("b", reasoning_budget=3)), PLAIN, "reasoning_budget=3"),
         (job(min_p=0.1), DRAFTS, "min_p=0.1: under engine='vllm' nothing is drafted with it"),
         (job(logit_bias={1: 2.0}), MASKS, "logit_bias="),
@@ -145,6 +145,9 @@ def test_settings_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert (free.structured_outputs, free.seed, free.output_kind.name) == (None, None, "DELTA")
     guided = to_vllm(job(ignore_eos=True), text, VOCABULARY, in_parts=True)
     assert (guided.ignore_eos, guided.stop_token_ids) == (False, [3])  # a grammar ends
+    assert guided.extra_args is None
+    cut = to_vllm(job(complete=False), text, VOCABULARY, in_parts=True)
+    assert cut.extra_args == {"guided_spec_endings": False}
 
 
 @with_vllm

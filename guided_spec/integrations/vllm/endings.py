@@ -1,0 +1,127 @@
+"""Texts of vLLM that end within ``max_tokens``: whole ones, where a grammar can be ended in time.
+
+vLLM's scheduler fills the masks of a text from a matcher that knows no budget, and cuts the text
+off where its tokens are used up. Here that matcher gets one: near the end of the budget its masks
+keep to tokens from which the text can still be ended, see ``guided_spec.grammar.completion``. What
+drafts behind that is cut by the scheduler, as it cuts any illegal draft.
+
+Bound are grammars of xgrammar whose rules can be read and whose shortest text fits. A text behind
+reasoning is not: nobody knows how many tokens the reasoning leaves. Nor is one for which tokens are
+forbidden besides: vLLM forbids them behind the mask, which may have left nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from guided_spec.errors import BudgetTooSmallError
+from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
+from guided_spec.grammar.completion.completion import (
+    CompletingGrammar,
+    CompletingMatcher,
+    EndingsCache,
+)
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.patches import Patch
+
+ARGUMENT = "guided_spec_endings"  # of a request's extra_args: False leaves it to be cut off
+_PLACE = "guided_spec_budgets"  # on vLLM's StructuredOutputManager
+_MOST_KNOWN = 256  # grammars, as in ``counts``
+_BACKEND = "vllm.v1.structured_output.backend_xgrammar"
+
+
+class Budgets:
+    """Binds the grammars of one engine to what their requests may write; thread-safe.
+
+    manager: vLLM's, with its tokenizer and configuration.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._caches: dict[tuple[int, ...], EndingsCache] = {}
+        self._known: dict[Any, XGrammarGrammar] = {}
+
+    def bind(self, request: Any, grammar: Any) -> None:
+        """Give the matcher of ``grammar``, an XgrammarGrammar, the request's budget."""
+        limit = self._manager.vllm_config.model_config.max_model_len - request.num_prompt_tokens
+        stops = _stops(grammar)
+        cache, compiled = self._cache(stops), self._compiled(request, grammar, stops)
+        try:
+            bound = cache.bound(compiled, min(request.max_tokens, limit), is_required=False)
+        except BudgetTooSmallError:  # it is cut off: no text of the grammar is that short
+            return
+        if isinstance(bound, CompletingGrammar):
+            grammar.matcher = CompletingMatcher(bound, grammar.matcher)
+
+    def _cache(self, stops: tuple[int, ...]) -> EndingsCache:
+        with self._lock:
+            if stops not in self._caches:
+                config = self._manager.vllm_config.model_config
+                tokens = self._manager.tokenizer, config.get_vocab_size()
+                self._caches[stops] = EndingsCache(Vocabulary.from_tokenizer(*tokens, stops))
+            return self._caches[stops]
+
+    def _compiled(self, request: Any, grammar: Any, stops: tuple[int, ...]) -> XGrammarGrammar:
+        """The same for requests of one grammar: endings are found once for each."""
+        key = request.structured_output_request.structured_output_key, stops
+        with self._lock:
+            found = self._known.pop(key, None) or XGrammarGrammar(grammar.ctx, stops=stops)
+            self._known[key] = found
+            if len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        return found
+
+
+def _stops(grammar: Any) -> tuple[int, ...]:
+    """The tokens that end a text; from 0.28 on they are the request's."""
+    return tuple(sorted(grammar.matcher.stop_token_ids))
+
+
+def bind_to_budget(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``StructuredOutputManager._create_grammar``."""
+
+    @functools.wraps(original)
+    def _create_grammar(self: Any, request: Any) -> Any:
+        grammar = original(self, request)
+        is_behind = self.reasoner_cls is not None and not self.enable_in_reasoning
+        if type(grammar).__module__ == _BACKEND and not is_behind and _may_end(request):
+            _budgets(self).bind(request, grammar)
+        return grammar
+
+    return _create_grammar
+
+
+def _may_end(request: Any) -> bool:
+    """Whether nothing else that the user asked for may forbid the tokens that would end the text.
+
+    One of theirs is ``extra_args``, for those who would rather have a text cut off.
+    """
+    params = request.sampling_params
+    words, allowed = params.bad_words_token_ids, params.allowed_token_ids
+    is_wanted = (params.extra_args or {}).get(ARGUMENT, True)
+    return bool(is_wanted) and not (params.ignore_eos or params.min_tokens or words or allowed)
+
+
+def _budgets(manager: Any) -> Budgets:
+    found: Budgets = vars(manager).setdefault(_PLACE, Budgets(manager))
+    return found
+
+
+PATCHES = (
+    Patch("vllm.v1.structured_output", "StructuredOutputManager._create_grammar", "self request",
+          bind_to_budget),
+    Patch("vllm.v1.structured_output", "StructuredOutputManager",
+          attributes="tokenizer vllm_config reasoner_cls enable_in_reasoning"),
+    Patch("vllm.v1.request", "Request", attributes="max_tokens num_prompt_tokens sampling_params"
+          " structured_output_request"),
+    Patch("vllm.sampling_params", "SamplingParams",
+          attributes="ignore_eos min_tokens bad_words_token_ids allowed_token_ids extra_args"),
+    Patch("vllm.v1.structured_output.request", "StructuredOutputRequest",
+          attributes="structured_output_key"),
+    Patch(_BACKEND, "XgrammarGrammar", attributes="matcher ctx"),
+)  # fmt: skip
+PARTS = {"": PATCHES}
