@@ -87,7 +87,9 @@ def propose(
     config = EngineConfig(max_forced_tokens=max_forced_tokens)
     proposer = GrammarForced(toy_context(config=config))
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    has_more = proposer.interrupts(batch, lookahead)(0)
+    pause = proposer.interrupts(batch, lookahead)
+    assert pause is not None
+    has_more = pause(0)
     draft = proposer.begin(batch, lookahead).finish()
     assert has_more == bool(lookahead.drafted[0])
     assert draft.num_tokens.tolist() == [len(lookahead.drafted[0]), 0]

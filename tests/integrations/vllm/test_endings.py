@@ -15,7 +15,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from guided_spec.grammar.completion.completion import CompletingMatcher
+from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
 from guided_spec.integrations.vllm.endings import bind_to_budget
 from guided_spec.ops.mask_words import num_mask_words
 from tests.integrations.vllm.fake import MODEL
@@ -119,7 +119,7 @@ def write(grammar: Any, max_tokens: int, seed: int) -> Written:
         tokens.append(drawn.choice(legal))
         assert grammar.matcher.accept_token(tokens[-1])
     is_whole = grammar.matcher.is_terminated()
-    text = TOKENIZER.decode(tokens[: len(tokens) - is_whole])
+    text: Any = TOKENIZER.decode(tokens[: len(tokens) - is_whole])
     return Written(text, len(tokens), is_whole)
 
 
@@ -181,12 +181,13 @@ def test_other_grammars_are_left_alone() -> None:
 
 
 def test_endings_are_found_once_for_each_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    from guided_spec.grammar.completion.completion import EndingsCache
-
     made, make = list[Any](), EndingsCache._make
-    monkeypatch.setattr(
-        EndingsCache, "_make", lambda self, *args: made.append(args) or make(self, *args)
-    )
+
+    def counted(self: EndingsCache, *args: Any) -> Any:
+        made.append(args)
+        return make(self, *args)
+
+    monkeypatch.setattr(EndingsCache, "_make", counted)
     manager = Manager()
     for source in ('root ::= "a"*', 'root ::= "b"*', 'root ::= "a"*'):
         create(manager, asked("grammar", source, 9))
