@@ -26,11 +26,49 @@ from guided_spec.grammar.completion.completion import (
 )
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.plugin import ENDINGS, count
 
 ARGUMENT = "guided_spec_endings"  # of a request's extra_args: False leaves it to be cut off
 _PLACE = "guided_spec_budgets"  # on vLLM's StructuredOutputManager
 _MOST_KNOWN = 256  # grammars, as in ``counts``
 _BACKEND = "vllm.v1.structured_output.backend_xgrammar"
+
+
+class EndingMatcher:
+    """What vLLM asks of a matcher, of one with a budget; texts whose masks it narrows are counted.
+
+    inner: vLLM's own, at the start of its grammar.
+    """
+
+    def __init__(self, grammar: CompletingGrammar, inner: Any) -> None:
+        self._grammar, self._inner = grammar, inner
+        self._matcher = CompletingMatcher(grammar, inner)
+        self._is_counted = False
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        return self._matcher.accept_token(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens."""
+        self._matcher.rollback(num_tokens)
+
+    def is_terminated(self) -> bool:
+        """Whether the text has ended."""
+        return self._matcher.is_terminated()
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Fill a row; returns whether it forbids anything."""
+        forbids = self._matcher.fill_next_token_bitmask(bitmask, index)
+        if self._matcher.steered and not self._is_counted:
+            self._is_counted = True
+            count(ENDINGS)
+        return forbids
+
+    def reset(self) -> None:
+        """To the start of the grammar, with the whole budget."""
+        self._inner.reset()
+        self._matcher = CompletingMatcher(self._grammar, self._inner)
 
 
 class Budgets:
@@ -55,7 +93,7 @@ class Budgets:
         except BudgetTooSmallError:  # it is cut off: no text of the grammar is that short
             return
         if isinstance(bound, CompletingGrammar):
-            grammar.matcher = CompletingMatcher(bound, grammar.matcher)
+            grammar.matcher = EndingMatcher(bound, grammar.matcher)
 
     def _cache(self, stops: tuple[int, ...]) -> EndingsCache:
         with self._lock:

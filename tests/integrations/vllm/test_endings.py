@@ -15,14 +15,16 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
-from guided_spec.integrations.vllm.endings import bind_to_budget
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.integrations.vllm import endings
+from guided_spec.integrations.vllm.endings import EndingMatcher, bind_to_budget
 from guided_spec.ops.mask_words import num_mask_words
 from tests.integrations.vllm.fake import MODEL
 
 TOKENIZER = AutoTokenizer.from_pretrained(str(MODEL))
 SIZE = len(TOKENIZER)
 PROMPT, LONGEST = 5, 400
+FREE, FIXED = 'root ::= "a"*', f'root ::= "{"ab" * 40}"'
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 OPEN = {
     "type": "object",
@@ -123,6 +125,14 @@ def write(grammar: Any, max_tokens: int, seed: int) -> Written:
     return Written(text, len(tokens), is_whole)
 
 
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The features that have done something; vLLM brings Prometheus's package."""
+    found: list[str] = []
+    monkeypatch.setattr(endings, "count", found.append)
+    return found
+
+
 @pytest.mark.parametrize("schema", [OPEN, DEEP], ids=["open", "deep"])
 @pytest.mark.parametrize("max_tokens", [25, 40])
 def test_every_text_is_whole(schema: dict[str, Any], max_tokens: int) -> None:
@@ -138,14 +148,24 @@ def test_every_text_is_whole(schema: dict[str, Any], max_tokens: int) -> None:
     assert cut > 0  # without a budget
 
 
+def test_texts_that_are_ended_early_are_counted_once(counted: list[str]) -> None:
+    grammar = create(Manager(), asked("grammar", FREE, 1))  # for the token that ends it
+    assert write(grammar, 1, 1) == Written("", 1, is_whole=True)
+    assert counted == ["endings"]
+    grammar.matcher.reset()
+    assert not grammar.matcher.is_terminated()
+    assert write(grammar, 1, 1) == Written("", 1, is_whole=True)
+    assert counted == ["endings"]
+    fits = create(Manager(), asked("grammar", FIXED, 90))
+    assert write(fits, 90, 1).is_whole
+    assert counted == ["endings"]
+
+
 def test_the_models_length_is_a_budget_too() -> None:
     request = asked("grammar", 'root ::= "a" "b"*', 10**6)
     written = write(create(Manager(), request), 10**6, 0)
     assert written.is_whole
     assert written.tokens <= LONGEST - PROMPT
-
-
-FREE, FIXED = 'root ::= "a"*', f'root ::= "{"ab" * 40}"'
 
 
 @pytest.mark.parametrize(
@@ -172,7 +192,7 @@ def test_no_budget_behind_reasoning_and_where_no_text_is_that_short() -> None:
 
 
 def has_budget(manager: Manager, request: Any) -> bool:
-    return isinstance(create(manager, request).matcher, CompletingMatcher)
+    return isinstance(create(manager, request).matcher, EndingMatcher)
 
 
 def test_other_grammars_are_left_alone() -> None:
@@ -200,7 +220,6 @@ def test_vllms_scheduler_cuts_drafts_that_leave_no_way_to_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Six tokens are one ``c``, up to four of ``a`` and the end; drafts know no budget."""
-    from guided_spec.integrations.vllm import endings
     from guided_spec.integrations.vllm.plugin import install
     from tests.integrations.vllm import parts
 
