@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from guided_spec.errors import BudgetTooSmallError
+from guided_spec.errors import BudgetTooSmallError, ModelError
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.completion import (
     CompletingGrammar,
@@ -26,7 +26,7 @@ from guided_spec.grammar.completion.completion import (
 )
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch
-from guided_spec.integrations.vllm.plugin import ENDINGS, count
+from guided_spec.integrations.vllm.plugin import ENDINGS, count, warn
 
 ARGUMENT = "guided_spec_endings"  # of a request's extra_args: False leaves it to be cut off
 _PLACE = "guided_spec_budgets"  # on vLLM's StructuredOutputManager
@@ -80,14 +80,17 @@ class Budgets:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._lock = threading.Lock()
-        self._caches: dict[tuple[int, ...], EndingsCache] = {}
+        self._caches: dict[tuple[int, ...], EndingsCache | None] = {}
         self._known: dict[Any, XGrammarGrammar] = {}
 
     def bind(self, request: Any, grammar: Any) -> None:
         """Give the matcher of ``grammar``, an XgrammarGrammar, the request's budget."""
         limit = self._manager.vllm_config.model_config.max_model_len - request.num_prompt_tokens
         stops = _stops(grammar)
-        cache, compiled = self._cache(stops), self._compiled(request, grammar, stops)
+        cache = self._cache(stops)
+        if cache is None:
+            return
+        compiled = self._compiled(request, grammar, stops)
         try:
             bound = cache.bound(compiled, min(request.max_tokens, limit), is_required=False)
         except BudgetTooSmallError:  # it is cut off: no text of the grammar is that short
@@ -95,12 +98,18 @@ class Budgets:
         if isinstance(bound, CompletingGrammar):
             grammar.matcher = EndingMatcher(bound, grammar.matcher)
 
-    def _cache(self, stops: tuple[int, ...]) -> EndingsCache:
+    def _cache(self, stops: tuple[int, ...]) -> EndingsCache | None:
+        """None, with a warning, for a tokenizer that cannot be read."""
         with self._lock:
             if stops not in self._caches:
                 config = self._manager.vllm_config.model_config
                 tokens = self._manager.tokenizer, config.get_vocab_size()
-                self._caches[stops] = EndingsCache(Vocabulary.from_tokenizer(*tokens, stops))
+                try:
+                    found = EndingsCache(Vocabulary.from_tokenizer(*tokens, stops))
+                except ModelError as error:
+                    warn(f"texts are cut off at max_tokens: {error}")
+                    found = None
+                self._caches[stops] = found
             return self._caches[stops]
 
     def _compiled(self, request: Any, grammar: Any, stops: tuple[int, ...]) -> XGrammarGrammar:

@@ -62,7 +62,7 @@ Grammar.__module__ = "vllm.v1.structured_output.backend_xgrammar"
 class Manager:
     """As vLLM's StructuredOutputManager."""
 
-    tokenizer = TOKENIZER
+    tokenizer: Any = TOKENIZER
     enable_in_reasoning = False
 
     def __init__(self, reasoner: Any = None) -> None:
@@ -193,6 +193,19 @@ def test_no_budget_behind_reasoning_and_where_no_text_is_that_short() -> None:
 
 def has_budget(manager: Manager, request: Any) -> bool:
     return isinstance(create(manager, request).matcher, EndingMatcher)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(endings, "warn", warned.append)
+    manager = Manager()
+    manager.tokenizer = object()
+    for _ in range(2):
+        assert not has_budget(manager, asked("grammar", FREE, 9))
+    (text,) = warned
+    assert text.startswith("texts are cut off at max_tokens: ")
 
 
 def test_other_grammars_are_left_alone() -> None:
