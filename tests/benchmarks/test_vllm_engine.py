@@ -178,6 +178,8 @@ def test_laps_are_one_run() -> None:
     asyncio.run(measure(writer, plan, result))
     cells = result["cells"]
     assert [(one["lap"], len(one["answers"]), one["tokens"]) for one in cells] == [(12, 36, 36)] * 2
+    first = writer.asked[:12]  # with other prompts, of which the engine keeps nothing for these
+    assert [one["prompt_ids"] for one in first] == [[at, at] for at in range(12)]
     asked = [{**request, "temperature": 0.7} for request in requests[:12]]
     assert writer.asked[12:] == asked * 6
 
