@@ -19,6 +19,8 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf, schema_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.document import DocumentBackend, GrammarLimits, SpecDocument
 from guided_spec.grammar.markers import BYTES, Markers
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
@@ -100,10 +102,12 @@ class HandedGrammar:
 
     inner: compiled by vLLM's own backend. Where keys of an object are free, it refuses one that
         stands twice, which vLLM's masks do not.
+    least: tokens of its shortest text, with the one that ends it; 0 where that is not known.
     """
 
     inner: CompiledGrammar
     text: GrammarText
+    least: int = 0
 
     @property
     def excluded(self) -> frozenset[int]:
@@ -143,6 +147,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         self.vocabulary = vocabulary
         self._grammars = grammars
         self._markers = markers
+        self._endings = EndingsCache(grammars.vocabulary)
 
     def compile_document(self, document: SpecDocument) -> HandedGrammar:
         """As ``compile``; a spec may have a start."""
@@ -158,10 +163,16 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         text = written(document)
         compiled = self._compile(text)
+        least = self._least(compiled)
         if not document.spec.is_json:
-            return HandedGrammar(compiled, text)
+            return HandedGrammar(compiled, text, least)
         prepared = require_enforced(document.examined)
-        return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text)
+        return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text, least)
+
+    def _least(self, compiled: XGrammarGrammar) -> int:
+        endings = self._endings.of(compiled)
+        least = endings.cost(endings.start)
+        return least if endings.is_exact and least < NEVER else 0
 
     def _compile(self, text: GrammarText) -> XGrammarGrammar:
         try:

@@ -30,6 +30,7 @@ from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.runner import Wanted
 from guided_spec.errors import (
+    BudgetTooSmallError,
     ConfigError,
     GrammarStateError,
     GuidedSpecError,
@@ -234,6 +235,7 @@ class VllmRunner:
         job, handed = request.job, await _grammar(request.job)
         params = _params(self.setup, job, None if handed is None else handed.text)
         if handed is not None:
+            _require_room(job, handed)
             request.bind(handed.ending_with(self.setup.handed.stops_of(params)))
         prompt: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)}
         if job.params.cache_salt is not None:
@@ -260,6 +262,13 @@ async def _grammar(job: Job) -> HandedGrammar | None:
     handed = job.grammar.result()
     assert isinstance(handed, HandedGrammar)
     return handed
+
+
+def _require_room(job: Job, handed: HandedGrammar) -> None:
+    """Raise BudgetTooSmallError, as our own engine does, for texts that are all too long."""
+    room = min(job.params.max_tokens, job.max_length - len(job.prompt_ids))
+    if handed.least > room and job.params.complete is not False:
+        raise BudgetTooSmallError(room, handed.least)
 
 
 def _params(setup: VllmSetup, job: Job, text: GrammarText | None) -> Any:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 from guided_spec import LLM, GrammarSpec, SamplingParams
 from guided_spec.engine.outputs import Chunk, Manner
 from guided_spec.errors import (
+    BudgetTooSmallError,
     ConfigError,
     GrammarCompileError,
     GrammarStateError,
@@ -144,6 +146,19 @@ def test_what_fails_before_vllm_sees_it(llm: LLM, world: World) -> None:
     )
     assert isinstance(refused.completions[0].error, UnsupportedSchemaError)
     assert good.text == ANSWER
+
+
+def test_a_budget_below_the_shortest_text_is_refused(llm: LLM, world: World) -> None:
+    with pytest.raises(BudgetTooSmallError, match="max_tokens=2: .* takes [0-9]+ tokens") as caught:
+        llm.generate("JSON: ", replace(JSON_PARAMS, max_tokens=2))
+    assert caught.value.least is not None
+    assert 2 < caught.value.least < 12
+    assert world.engine.seen == []
+    long = [1] * (llm.max_model_len - 2)
+    with pytest.raises(BudgetTooSmallError, match="max_tokens=2: "):
+        llm.generate(long, JSON_PARAMS)
+    (cut,) = llm.generate("JSON: ", replace(JSON_PARAMS, max_tokens=2, complete=False))
+    assert cut.completions[0].error is None
 
 
 def test_a_text_that_leaves_its_grammar_fails(llm: LLM, world: World) -> None:
