@@ -8,8 +8,8 @@ temperatures, repeats, requests (a list of {prompt_ids, schema or None, max_toke
 often a run asks for all of them), settle (seconds behind the warm-up of a batch), soak (how many
 of them at the end, greedy, some cancelled), engine (further arguments of vLLM's). The result:
 {load_seconds, version, cells: [{batch, temperature, lap, seconds, tokens, answers}],
-soak: {seconds, answers}}; lap is how
-many requests a lap has, and an answer is {text, token_ids, error, cancelled}.
+soak: {seconds, answers}}; lap is how many requests a lap has, and an answer is
+{text, token_ids, error, cancelled}.
 """
 
 from __future__ import annotations

@@ -171,8 +171,10 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
 
     def _least(self, compiled: XGrammarGrammar) -> int:
         endings = self._endings.of(compiled)
+        if not endings.is_exact:  # its costs are searched for, and say little
+            return 0
         least = endings.cost(endings.start)
-        return least if endings.is_exact and least < NEVER else 0
+        return least if least < NEVER else 0
 
     def _compile(self, text: GrammarText) -> XGrammarGrammar:
         try:
