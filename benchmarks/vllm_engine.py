@@ -1,8 +1,8 @@
 """``python -m benchmarks.vllm_engine``: ``LLM(engine="vllm")`` beside vLLM used directly.
 
 The same requests, documents and free text mixed, with the same EAGLE-3 head and the same settings:
-vLLM without the plugin, with its ``drafts``, with ``forced`` and ``tables`` besides, and
-``LLM(engine="vllm")``, which has all of them on. The last one ends with a soak, some of whose
+vLLM without the plugin, with its ``drafts``, with ``forced``, ``tables`` and ``graphs`` besides,
+and ``LLM(engine="vllm")``, which has all of them on. The last one ends with a soak, some of whose
 requests are cancelled.
 """
 
@@ -53,6 +53,8 @@ WAYS = {
     "drafts": Way("vLLM, drafts", "direct", "drafts"),
     "forced": Way("vLLM, forced", "direct", "drafts,forced"),
     "tables": Way("vLLM, forced and tables", "direct", "drafts,forced,tables"),
+    "graphs": Way("vLLM, graphs", "direct", "graphs"),
+    "all": Way("vLLM, all of them", "direct", "drafts,forced,graphs,tables"),
     "llm": Way("LLM(engine='vllm')", "llm", ""),
 }
 
@@ -106,7 +108,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> l
     """What the children wrote, by the names of the ways."""
     found: list[Row] = []
     first = _by_size(results.get(WAYS["off"].name, {}))
-    same = _by_size(results.get(WAYS["tables"].name, {}))
+    same = _by_size(results.get(WAYS["all"].name, {}))
     for name, result in results.items():
         for size, cells in _by_size(result).items():
             speeds = _speeds(cells)
@@ -249,7 +251,7 @@ def main(  # noqa: PLR0913 - the options of a command
         str | None, typer.Option(help="Folders in front of the site; default: this interpreter's.")
     ] = None,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
-    ways: Annotated[str, typer.Option(help=f"Of {','.join(WAYS)}.")] = "off,tables,llm",
+    ways: Annotated[str, typer.Option(help=f"Of {','.join(WAYS)}.")] = "off,all,llm",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,

@@ -27,7 +27,7 @@ from guided_spec import LLM
 from guided_spec.engine.setup import bundled_asset
 from tests.integrations.vllm.fake import install
 
-OFF, ON, OWN = (WAYS[name] for name in ("off", "tables", "llm"))
+OFF, ON, OWN = (WAYS[name] for name in ("off", "all", "llm"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -221,4 +221,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["soak"]["requests"] == 12
     assert found[ON.name] == {"problem": "out of memory"}
     refused = CliRunner().invoke(app, [*given, "--ways", "off,on"])
-    assert "must be of off, drafts, forced, tables, llm" in str(refused.exception)
+    assert "must be of off, drafts, forced, tables, graphs, all, llm" in str(refused.exception)

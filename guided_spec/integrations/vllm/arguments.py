@@ -24,6 +24,7 @@ from guided_spec.integrations.vllm.drafts import lookup
 from guided_spec.integrations.vllm.plugin import (
     ENDINGS,
     FEATURES,
+    GRAPHS,
     TABLES,
     VARIABLE,
     installed_root,
@@ -139,7 +140,10 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None, *, has_lookup:
     engine["speculative_config"] = None if drafts is None else {**drafts, **more}
     outputs = _mapping("structured_outputs_config", extra.pop("structured_outputs_config", {}))
     engine["structured_outputs_config"] = {"backend": "xgrammar", **_own_outputs(outputs)}
-    features = tuple(_features(proposer, drafts, more, has_tables=config.grammar_tables != "off"))
+    asked = _features(proposer, drafts, more, has_tables=config.grammar_tables != "off")
+    if not _names_graphs(extra.get("compilation_config")):
+        asked |= {GRAPHS}
+    features = tuple(name for name in FEATURES if name in asked)
     engine |= extra
     _require_drafter_of_ranks(engine, proposer, has_lookup=has_lookup)
     return Arguments(engine, features, proposer, config)
@@ -197,19 +201,24 @@ def _refuse_draft(proposer: str, draft: Any) -> None:
 
 def _features(
     proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any], *, has_tables: bool
-) -> Iterator[str]:
+) -> set[str]:
     """Of the plugin: those that the environment asks for, and those that the drafts need."""
-    asked, method = (
-        {"counts", ENDINGS, *requested()},
-        None if drafts is None else drafts.get("method"),
-    )
+    asked = {"counts", ENDINGS, *requested()}
+    method = None if drafts is None else drafts.get("method")
     if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):
         asked |= {"drafts", TABLES} if has_tables else {"drafts"}
     if drafts is not None and method != _CUSTOM and proposer.startswith(FORCED):
         asked.add("forced")
     if more.get("draft_sample_method") == "probabilistic":
         asked.add("exact")
-    yield from (name for name in FEATURES if name in asked)
+    return asked
+
+
+def _names_graphs(compilation: Any) -> bool:
+    """Whether vLLM's ``compilation_config`` may say which graphs there are."""
+    if isinstance(compilation, Mapping):
+        return compilation.get("cudagraph_mode") is not None
+    return compilation is not None  # an object of vLLM's, which somebody has made
 
 
 def _require_option(name: str, value: Any) -> None:

@@ -47,7 +47,8 @@ class EndingMatcher:
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
-        return self._matcher.accept_token(token_id)
+        # vLLM asks for drafts behind the end too, and xgrammar writes a warning for each.
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""

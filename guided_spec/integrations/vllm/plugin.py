@@ -31,6 +31,7 @@ RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names t
 COUNTER = "guided_spec_vllm_repairs"
 ENDINGS = "endings"
 FORCED = "forced"
+GRAPHS = "graphs"
 TABLES = "tables"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
@@ -38,6 +39,7 @@ FEATURES = {
     ENDINGS: "guided_spec.integrations.vllm.endings",
     "exact": "guided_spec.integrations.vllm.exact",
     FORCED: "guided_spec.integrations.vllm.drafts.heads",
+    GRAPHS: "guided_spec.integrations.vllm.graphs",
     "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
     TABLES: "guided_spec.integrations.vllm.drafts.heads",

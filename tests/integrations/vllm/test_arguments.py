@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from guided_spec.integrations.vllm.arguments import (
 from guided_spec.integrations.vllm.plugin import VARIABLE, installed_version
 
 KNOWN = {*RENAMED.values(), "model", "quantization", "speculative_config"}
-KNOWN |= {"structured_outputs_config", "logprobs_mode", "reasoning_parser"}
+KNOWN |= {"compilation_config", "structured_outputs_config", "logprobs_mode", "reasoning_parser"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,27 +91,26 @@ def test_names_of_vllm() -> None:
         "structured_outputs_config": {"backend": "xgrammar"},
     }
     assert read(engine_options={"dtype": "half"}).engine["dtype"] == "half"
-    assert found.features == ("counts", "drafts", "endings", "forced", "tables")
+    assert found.features == ("counts", "drafts", "endings", "forced", "graphs", "tables")
     assert found.proposer == "chain:grammar_forced+eagle3"
     assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
 
 
-def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposers() -> None:
     assert read().engine["speculative_config"] is None
-    assert read("none").features == ("counts", "endings")
     assert read(None, "a/head").proposer == "chain:grammar_forced+auto"
     drafts = read(None, "a/head").engine["speculative_config"]
     assert drafts == {"model": "a/head", "num_speculative_tokens": 5}
     assert read("eagle3", "a/head", num_draft_tokens=0).engine["speculative_config"] is None
     lookup = read("chain:grammar_forced+ngram")
     assert lookup.engine["speculative_config"]["method"] == "custom_class"
-    assert lookup.features == ("counts", "endings")
+    assert lookup.features == ("counts", "endings", "graphs")
     native = read("chain:grammar_forced+ngram", has_lookup=True)
     assert native.engine["speculative_config"] == {
         "method": "ngram_gpu",
         "num_speculative_tokens": 5,
     }
-    assert native.features == ("counts", "endings", "forced")
+    assert native.features == ("counts", "endings", "forced", "graphs")
     assert read("ngram", has_lookup=True).engine["speculative_config"]["method"] == "ngram"
     block = read("chain:grammar_forced+dflash", "a/head").engine["speculative_config"]
     assert block == {"method": "dflash", "model": "a/head", "num_speculative_tokens": 5}
@@ -118,13 +118,41 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
         "method": "mtp",
         "num_speculative_tokens": 5,
     }
-    assert read("mtp", grammar_tables="auto").features == ("counts", "drafts", "endings", "tables")
-    assert read("ngram", grammar_tables="auto").features == ("counts", "endings")
+
+
+def test_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("none").features == ("counts", "endings", "graphs")
+    assert read("mtp", grammar_tables="auto").features == (
+        "counts",
+        "drafts",
+        "endings",
+        "graphs",
+        "tables",
+    )
+    assert read("ngram", grammar_tables="auto").features == ("counts", "endings", "graphs")
     sampled = {"speculative_config": {"draft_sample_method": "probabilistic"}}
-    assert read("eagle3", "a/head", sampled).features == ("counts", "drafts", "endings", "exact")
+    assert read("eagle3", "a/head", sampled).features == (
+        "counts",
+        "drafts",
+        "endings",
+        "exact",
+        "graphs",
+    )
     monkeypatch.setenv(VARIABLE, "guard")
-    assert read("mtp").features == ("counts", "drafts", "endings", "guard")
+    assert read("mtp").features == ("counts", "drafts", "endings", "graphs", "guard")
     assert read(model=None).engine["model"] == bundled_asset("target")
+
+
+def test_graphs_that_somebody_chose() -> None:
+    for compilation, is_ours in (
+        ({"cudagraph_capture_sizes": [1, 2]}, True),
+        ({"cudagraph_mode": None}, True),
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, False),
+        (SimpleNamespace(cudagraph_mode=None), False),  # vLLM's CompilationConfig, made by hand
+    ):
+        found = read(engine_options={"compilation_config": compilation})
+        assert ("graphs" in found.features) == is_ours
+        assert found.engine["compilation_config"] is compilation
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def test_the_variable_is_set_for_vllms_processes(
 ) -> None:
     monkeypatch.setenv("GUIDED_SPEC_VLLM", "guard")
     with LLM(None, "eagle3", draft="a/head", engine="vllm") as llm:
-        assert world.engine.environment == "counts,drafts,endings,guard"
+        assert world.engine.environment == "counts,drafts,endings,graphs,guard"
         assert world.engine.start_method == "spawn"
         assert (llm.engine, llm.proposer) == ("vllm", "eagle3")
         assert llm.model.engine is world.engine

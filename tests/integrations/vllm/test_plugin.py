@@ -181,7 +181,7 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv(vllm.VARIABLE, value)
         vllm.register()
     for value, message in (
-        ("schemas,exat", "exact,forced,guard,schemas"),
+        ("schemas,exat", "exact,forced,graphs,guard,schemas"),
         ("drafts:topk_walk", "drafts,endings,exact,forced"),
     ):
         monkeypatch.setenv(vllm.VARIABLE, value)
