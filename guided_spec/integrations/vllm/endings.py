@@ -45,10 +45,15 @@ class EndingMatcher:
         self._matcher = CompletingMatcher(grammar, inner)
         self._is_counted = False
 
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end the text."""
+        found: list[int] = self._inner.stop_token_ids
+        return found
+
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
-        # vLLM asks for drafts behind the end too, and xgrammar writes a warning for each.
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token_id)
+        return self._matcher.accept_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from guided_spec.integrations.vllm.backend import VllmGrammars
+from guided_spec.integrations.vllm.drafts.heads import check_up_to_end
 from guided_spec.integrations.vllm.drafts.walks import Walks
 from guided_spec.integrations.vllm.ranks import LATER, RankGroup
 from guided_spec.integrations.vllm.requests import ShadowConstraint
@@ -124,6 +125,27 @@ def test_vllm_takes_every_draft(make: Make, own_ids: torch.Tensor | None) -> Non
         assert request.spec_token_ids == draft
         step = scheduler.schedule()
     assert written == len(answer)
+
+
+def test_nothing_is_asked_behind_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """vLLM takes what it took, and xgrammar has nothing to warn of."""
+    scheduler = make_scheduler(config_of())
+    request = add_request(scheduler, "request", regex="ab?")
+    first_step(scheduler, 1)
+    grammar = request.structured_output_request.grammar
+    check = check_up_to_end(type(grammar).validate_tokens)
+    a, b, c = map(letter, "abc")
+    capfd.readouterr()
+    for tokens, taken in (
+        ([a, END, b, c], [a, END]),
+        ([a, b, END, END], [a, b, END]),
+        ([a, c, END], [a]),
+        ([END, a], []),
+        ([], []),
+    ):
+        assert check(grammar, tokens) == taken
+        assert not grammar.matcher.is_terminated()
+    assert "Warning" not in capfd.readouterr().err
 
 
 def test_a_mixed_batch_leaves_free_rows_as_they_are(make: Make) -> None:

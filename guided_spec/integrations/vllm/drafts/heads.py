@@ -388,6 +388,21 @@ def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
     speculator.capture = captured
 
 
+def check_up_to_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``XgrammarGrammar.validate_tokens``: nothing stands behind the token that ends a text.
+
+    Legal drafts reach it, and up to vLLM 0.32 xgrammar writes a warning for the next one.
+    """
+
+    @functools.wraps(original)
+    def validate_tokens(self: Any, tokens: list[int]) -> Any:
+        stops = self.matcher.stop_token_ids
+        end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
+        return original(self, tokens[: end + 1])
+
+    return validate_tokens
+
+
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 _V1_PATCHES = (
     *NOTES_V1,
@@ -436,7 +451,13 @@ _V2_PATCHES = (
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-PATCHES = (in_workers("drafts", WORKER_PATCHES), *TELLS, *RANKS)
+PATCHES = (
+    in_workers("drafts", WORKER_PATCHES),
+    *TELLS,
+    *RANKS,
+    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarGrammar.validate_tokens",
+          "self tokens", check_up_to_end),
+)  # fmt: skip
 PARTS = {
     "old runner": (*PATCHES, *_V1_PATCHES),
     "new runner": (*PATCHES, *_V2_PATCHES),
