@@ -93,8 +93,7 @@ def _measure(
     depth = 0 if name == "none" else plan.num_draft_tokens
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
-    options |= {"prefix_cache": False}  # the rehearsal reads the same prompts
-    options |= {"drafting": "always", **plan.options}
+    options |= {"prefix_cache": False, **plan.options}  # the rehearsal reads the same prompts
     try:
         with LLM(subject.model, name, depth, draft=subject.eagle3, **options) as llm:
             completions, seconds = run_items(llm, items, params, rehearse=True)
