@@ -86,7 +86,7 @@ def test_vllms_own_server(executed: list[Any]) -> None:
     assert serve(*given, GUIDED_SPEC_API_KEY="secret").exit_code == 0
     (command,) = executed
     assert command.variables == {
-        "GUIDED_SPEC_VLLM": "counts,drafts,endings,schemas",
+        "GUIDED_SPEC_VLLM": "counts,drafts,endings,graphs,schemas",
         "VLLM_API_KEY": "secret",
     }
     text = " ".join(command.arguments)
