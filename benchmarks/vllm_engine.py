@@ -2,14 +2,16 @@
 
 The same requests, documents and free text mixed, with the same EAGLE-3 head and the same settings:
 vLLM without the plugin, with its ``drafts``, with ``forced``, ``tables`` and ``graphs`` besides,
-and ``LLM(engine="vllm")``, which has all of them on. The last one ends with a soak, some of whose
-requests are cancelled.
+with all that ``LLM(engine="vllm")`` has on, and that itself. The last one ends with a soak, some of
+whose requests are cancelled. With ``--in-turn`` the engines of all ways are there at once, and one
+run of each comes behind one of the other: on a shared host, two ways are compared only so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +29,7 @@ from benchmarks.gpu.peers import VllmEnvironment, end_group, vllm_environment
 from benchmarks.gpu.plugins import install_beside, load_outline
 from benchmarks.gpu.run import GpuPlan, folders
 from benchmarks.gpu.subject import Subject, json_documents
+from benchmarks.turns import Turns
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import is_valid
@@ -54,7 +57,8 @@ WAYS = {
     "forced": Way("vLLM, forced", "direct", "drafts,forced"),
     "tables": Way("vLLM, forced and tables", "direct", "drafts,forced,tables"),
     "graphs": Way("vLLM, graphs", "direct", "graphs"),
-    "all": Way("vLLM, all of them", "direct", "drafts,forced,graphs,tables"),
+    "fast": Way("vLLM, for speed", "direct", "drafts,forced,graphs,tables"),
+    "all": Way("vLLM, as LLM has it", "direct", "counts,drafts,endings,forced,graphs,tables"),
     "llm": Way("LLM(engine='vllm')", "llm", ""),
 }
 
@@ -62,9 +66,9 @@ WAYS = {
 class Row(NamedTuple):
     """One way at one batch size and temperature: the best of its runs.
 
-    spread: by which share of it the slowest run was slower: what ``against`` may be off by.
-    against: tokens per second, over those of vLLM with the same features. valid: share of the
-    documents that were not cut off. same_free: share of the free texts with the tokens of vLLM's,
+    spread: by which share of it the slowest run was slower. against: tokens per second over those
+    of vLLM with the same features, run by run, the median. valid: share of the documents that were
+    not cut off. same_free: share of the free texts with the tokens of vLLM's,
     which they need not have where tokens are sampled.
     """
 
@@ -113,7 +117,8 @@ def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> l
         for size, cells in _by_size(result).items():
             speeds = _speeds(cells)
             speed = max(speeds)
-            base = max(_speeds(same[size])) if name == WAYS["llm"].name and size in same else None
+            has_same = name == WAYS["llm"].name and size in same
+            against = _against(speeds, _speeds(same[size])) if has_same else None
             answers = cells[0]["answers"]
             free = first[size][-1]["answers"] if size in first else answers
             asked = [*requests[: cells[0]["lap"]]] * (len(answers) // cells[0]["lap"])
@@ -123,7 +128,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> l
                     *size,
                     round(speed, 1),
                     round(1 - min(speeds) / speed, 3),
-                    None if base is None else round(speed / base, 3),
+                    against,
                     _valid(answers, asked),
                     _same_free(answers, free, asked),
                     sum(one["error"] is not None for one in answers),
@@ -166,6 +171,12 @@ def _speeds(cells: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(cell["tokens"] / cell["seconds"]) for cell in cells]
 
 
+def _against(speeds: Sequence[float], others: Sequence[float]) -> float:
+    """How many times as fast, run by run: those of one number were near each other in time."""
+    pairs = zip(speeds, others, strict=False)
+    return round(statistics.median(speed / other for speed, other in pairs), 3)
+
+
 def _valid(answers: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]]) -> float:
     """A document that was cut off by its budget is none."""
     judged = [
@@ -190,22 +201,24 @@ def _same_free(
 
 
 class Child(NamedTuple):
-    """Where a way is run. front: folders before ``where``'s site. devices: empty are all."""
+    """Where a way is run. front: folders before ``where``'s site. devices: empty are all. cache:
+    of those that run at the same time, which must not write one; empty is vLLM's own."""
 
     where: VllmEnvironment
     front: Sequence[str]
     logs: Path
     devices: str = ""
+    cache: str = ""
 
     @property
     def variables(self) -> dict[str, str]:
         """With the plugin's own variable, vLLM would compile its graphs a second time."""
         own = {RAY_VARIABLE: VARIABLE}
-        if not self.devices:
-            return own
-        # Two that start together must not write one cache.
-        cache = Path(tempfile.gettempdir()) / f"vllm_cache_{self.devices}"
-        return own | {"CUDA_VISIBLE_DEVICES": self.devices, "VLLM_CACHE_ROOT": str(cache)}
+        if self.devices:
+            own["CUDA_VISIBLE_DEVICES"] = self.devices
+        if self.cache:
+            own["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / f"vllm_cache_{self.cache}")
+        return own
 
 
 def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
@@ -215,7 +228,9 @@ def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         install_beside(Path(folder))
         asked, answer = Path(folder) / "plan.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps({**plan, "way": way.way}), encoding="utf-8")
+        turns = _turns(plan, way, Path(folder))
+        own = {"way": way.way, "name": way.name, "turns": str(turns.folder)}
+        asked.write_text(json.dumps({**plan, **own}), encoding="utf-8")
         environment = vllm_environment(where, [folder, *child.front]) | child.variables
         environment[VARIABLE] = way.features
         command = [where.python or sys.executable, "-P", "-m", "benchmarks.vllm_engine_child"]
@@ -232,10 +247,19 @@ def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
                 code = process.wait(where.limit)
             except subprocess.TimeoutExpired:
                 code = end_group(process)
+            finally:
+                turns.leave()
         found: dict[str, Any] = json.loads(answer.read_text()) if answer.is_file() else {}
         if code != 0:
             found["problem"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
     return found
+
+
+def _turns(plan: Mapping[str, Any], way: Way, own: Path) -> Turns:
+    """own: a folder for a way that takes turns with nobody."""
+    if plan["turns"] is None:
+        Turns.begin(own, [way.name])
+    return Turns(Path(plan["turns"] or own), way.name)
 
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -256,6 +280,9 @@ def main(  # noqa: PLR0913 - the options of a command
     temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
     devices: Annotated[str, typer.Option(help="'0 1' runs two ways at a time, '0,1' one.")] = "",
+    in_turn: Annotated[  # noqa: FBT002
+        bool, typer.Option("--in-turn", help="All ways at once, run by run: lower --memory-share.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
     laps: Annotated[int, typer.Option(help="How often a run asks for each of its requests.")] = 4,
     settle: Annotated[float, typer.Option(help="Seconds behind a warm-up, for tables.")] = 0.0,
@@ -270,14 +297,20 @@ def main(  # noqa: PLR0913 - the options of a command
     """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
     chosen = [_way(name) for name in ways.split(",")]
     where = _require_vllm(VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit))
-    children = _children(where, packages, logs, devices)
+    places = devices.split() or [""]
+    if in_turn:
+        places = [devices] * len(chosen)
+    children = _children(where, packages, logs, places)
     sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
     own_plan: dict[str, Any] = {"repeats": repeats, "laps": laps, "settle": settle, "soak": soak}
     own_plan |= {"temperatures": heats, "engine": {"tensor_parallel_size": tensor_parallel}}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
+        tempfile.TemporaryDirectory() as shared,
     ):
+        Turns.begin(Path(shared), [way.name for way in chosen])
+        own_plan["turns"] = shared if in_turn else None
         subject = load_outline(*paths)
         requests = make_requests(_encoder(subject), _count(sizes), max_tokens, free_every)
         plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
@@ -311,12 +344,15 @@ def _run_all(
 
 
 def _children(
-    where: VllmEnvironment, packages: str | None, logs: Path, devices: str
+    where: VllmEnvironment, packages: str | None, logs: Path, places: Sequence[str]
 ) -> list[Child]:
     # This interpreter's own packages come before the site's: xgrammar among them.
     own = sysconfig.get_path("purelib") if where.python is None else ""
     front = [one for one in (packages or own).split(os.pathsep) if one]
-    return [Child(where, front, logs, one) for one in devices.split() or [""]]
+    caches = [str(at) if len(places) > 1 else "" for at in range(len(places))]
+    return [
+        Child(where, front, logs, one, cache) for one, cache in zip(places, caches, strict=True)
+    ]
 
 
 def _count(batches: Sequence[int]) -> int:

@@ -6,7 +6,8 @@
 head's folder), method (what it is), num_draft_tokens, max_model_len, memory_share, batches,
 temperatures, repeats, requests (a list of {prompt_ids, schema or None, max_tokens}), laps (how
 often a run asks for all of them), settle (seconds behind the warm-up of a batch), soak (how many
-of them at the end, greedy, some cancelled), engine (further arguments of vLLM's). The result:
+of them at the end, greedy, some cancelled), engine (further arguments of vLLM's), turns (a folder)
+and name: the engine is made, and every run done, in its turn, see ``benchmarks.turns``. The result:
 {load_seconds, version, cells: [{batch, temperature, lap, seconds, tokens, answers}],
 soak: {seconds, answers}}; lap is how many requests a lap has, and an answer is
 {text, token_ids, error, cancelled}.
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gpu.vllm_peer import engine_arguments
+from benchmarks.turns import Turns
 from guided_spec import LLM, GrammarSpec, GuidedSpecError, SamplingParams
 from guided_spec.engine.process import frozen_heap
 
@@ -140,7 +142,9 @@ async def run_soak(
     return {"seconds": seconds, "answers": [one._asdict() for one in answers]}
 
 
-async def measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
+async def measure(
+    writer: Writer, plan: Mapping[str, Any], result: dict[str, Any], turns: Turns
+) -> None:
     """Every batch at every temperature, after a round that compiles grammars; then the soak.
 
     The laps of a run go over into each other: at the end of one, with few requests left, a step
@@ -148,22 +152,31 @@ async def measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any
     Garbage is not looked for in what was there before: it takes as long as several requests.
     """
     with frozen_heap():
-        await _measure(writer, plan, result)
+        await _measure(writer, plan, result, turns)
 
 
-async def _measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
+async def _measure(
+    writer: Writer, plan: Mapping[str, Any], result: dict[str, Any], turns: Turns
+) -> None:
+    async def run(asked: Sequence[Mapping[str, Any]], batch: int) -> dict[str, Any]:
+        await asyncio.to_thread(turns.wait)  # the engine may have something to do meanwhile
+        found = await run_all(writer, asked, batch)
+        turns.pass_on()
+        return found
+
     requests = plan["requests"]
     shorter = [{**request, "max_tokens": 8, "prompt_ids": _other(request)} for request in requests]
     for batch in plan["batches"]:
         few = requests[: max(12, 3 * batch)]
-        await run_all(writer, shorter[: len(few)], batch)
+        await run(shorter[: len(few)], batch)
         await asyncio.sleep(plan["settle"])
         for temperature in plan["temperatures"]:
             asked = [{**request, "temperature": temperature} for request in few]
             about = {"batch": batch, "temperature": temperature, "lap": len(few)}
             for _ in range(plan["repeats"]):
-                cell = await run_all(writer, asked * plan["laps"], batch)
+                cell = await run(asked * plan["laps"], batch)
                 result["cells"].append({**about, **cell})
+    turns.leave()
     if plan["soak"]:
         many = list(itertools.islice(itertools.cycle(requests), plan["soak"]))
         result["soak"] = await run_soak(writer, many, max(plan["batches"]))
@@ -212,21 +225,24 @@ def _peer(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**plan, "cells": [{"batch": batch} for batch in plan["batches"]]}
 
 
-async def _direct(plan: Mapping[str, Any], result: dict[str, Any]) -> None:
-    started = time.perf_counter()
-    engine = make_direct(plan)
-    result["load_seconds"] = time.perf_counter() - started
+async def _direct(plan: Mapping[str, Any], result: dict[str, Any], turns: Turns) -> None:
+    with turns.turn():
+        started = time.perf_counter()
+        engine = make_direct(plan)
+        result["load_seconds"] = time.perf_counter() - started
     try:
-        await measure(DirectWriter(engine), plan, result)
+        await measure(DirectWriter(engine), plan, result, turns)
     finally:
         engine.shutdown()
 
 
-def _llm(plan: Mapping[str, Any], result: dict[str, Any]) -> None:
-    started = time.perf_counter()
-    with make_llm(plan) as llm:
+def _llm(plan: Mapping[str, Any], result: dict[str, Any], turns: Turns) -> None:
+    with turns.turn():
+        started = time.perf_counter()
+        llm = make_llm(plan)
         result["load_seconds"] = time.perf_counter() - started
-        asyncio.run(measure(LlmWriter(llm), plan, result))
+    with llm:
+        asyncio.run(measure(LlmWriter(llm), plan, result, turns))
 
 
 def main(plan_path: Path, result_path: Path) -> None:
@@ -234,11 +250,12 @@ def main(plan_path: Path, result_path: Path) -> None:
     plan = json.loads(plan_path.read_text(encoding="utf-8"))
     vllm: Any = importlib.import_module("vllm")
     result: dict[str, Any] = {"version": vllm.__version__, "cells": [], "soak": None}
+    turns = Turns(Path(plan["turns"]), plan["name"])
     try:
         if plan["way"] == "llm":
-            _llm(plan, result)
+            _llm(plan, result, turns)
         else:
-            asyncio.run(_direct(plan, result))
+            asyncio.run(_direct(plan, result, turns))
     finally:
         result_path.write_text(json.dumps(result), encoding="utf-8")
 
