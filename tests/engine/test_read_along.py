@@ -161,12 +161,12 @@ def test_long_prompts_are_read_in_pieces(
 
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
-    assert tokens_along([64 * 2000], 64 * 2000, 10_000, 0, 4096) == 2000
-    assert tokens_along([32 * 2000, 32 * 2000], 64 * 2000, 10_000, 0, 4096) == 2000
-    assert tokens_along([64 * 2000], 64 * 2000, 1, 0, 8192) == 2 * 2000
-    assert tokens_along([4 * 600] * 16, 64 * 600, 8, 0, 4096) == 3 * 600
+    assert tokens_along([64 * 3000], 64 * 3000, 10_000, 0, 4096) == 3000
+    assert tokens_along([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096) == 3000
+    assert tokens_along([64 * 3000], 64 * 3000, 1, 0, 8192) == 2 * 3000
+    assert tokens_along([4 * 900] * 16, 64 * 900, 8, 0, 4096) == 3 * 900
     assert tokens_along([200_000], 200_000, 4, 0, 2048) == 2048
-    assert tokens_along([5000], 64 * 2000, 10_000, 0, 4096) == 2000  # as at the start
+    assert tokens_along([5000], 64 * 3000, 10_000, 0, 4096) == 3000  # as at the start
 
 
 @given(st.lists(st.integers(1, 8000), min_size=1, max_size=64), st.integers(1, 64))

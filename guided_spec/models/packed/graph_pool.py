@@ -25,7 +25,7 @@ from guided_spec.ops.host import host_integers
 # Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
 SIZES = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
-    *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    *(160, 192, 224, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048),
 )
 
 # Of drafts, which have a graph for each kind and length: fewer. A padded row costs a head little.
