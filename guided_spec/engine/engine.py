@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,7 @@ class Engine:
         # Coupled texts do not depend on drafts.
         self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
+        self._cancelled = SimpleQueue[Request]()  # since the last step, by any thread
         self._carry: object | None = None  # of the last step, for the next one
         self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
@@ -141,6 +143,7 @@ class Engine:
         """Queue a request; it is admitted by a later ``step``."""
         self._num_added += 1
         request.number = self._num_added
+        request.tell_cancelled(self._cancelled.put)
         if self._keys_vary:
             request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
@@ -189,9 +192,8 @@ class Engine:
         self._drop_ended()
 
     def _drop_ended(self) -> None:
-        for request in self._scheduler:
-            if request.is_cancelled:
-                request.fail(RequestCancelledError("the request was cancelled"))
+        while not self._cancelled.empty():
+            self._end(self._cancelled.get(), RequestCancelledError("the request was cancelled"))
         self._learn()
         slots = self._scheduler.remove_finished()
         if slots:
@@ -234,20 +236,18 @@ class Engine:
                 if request.job.grammar is not None and request.text.constraint is None:
                     request.bind(request.job.grammar.result())
             except GuidedSpecError as error:
-                request.fail(error)
+                self._end(request, error)
                 continue
             except Exception as error:  # a backend may raise anything; it concerns this request
-                request.fail(GrammarError(f"the grammar could not be compiled: {error}"))
+                self._end(request, GrammarError(f"the grammar could not be compiled: {error}"))
                 continue
             self._scheduler.admit(request)
             request.num_cached, request.is_begun = 0, False
             request.stats.start()
 
     def _wait_for_a_grammar(self) -> None:
-        futures = self._grammars()
-        if futures:
-            # Not for ever: a cancellation has to be seen.
-            wait(futures, timeout=0.05, return_when="FIRST_COMPLETED")
+        # Not for ever: a cancellation has to be seen.
+        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:
         jobs = [request.job for request in self._scheduler]
@@ -255,12 +255,17 @@ class Engine:
 
     def fail(self, requests: Iterable[Request], error: Exception) -> None:
         """End ``requests`` with ``error``, in a ModelError if it is not one of ours."""
-        failure = error
-        if not isinstance(failure, GuidedSpecError):
-            failure = ModelError(f"the step failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+        if not isinstance(error, GuidedSpecError):
+            cause = error
+            error = ModelError(f"the step failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
         for request in requests:
-            request.fail(failure)
+            self._end(request, error)
+
+    def _end(self, request: Request, error: GuidedSpecError) -> None:
+        """End a request that runs or waits, or has ended."""
+        request.fail(error)
+        self._scheduler.forget(request)
 
     def _prefill(self) -> list[Piece]:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
@@ -326,8 +331,8 @@ class Engine:
         """Whether another one takes its prompt once that is read."""
         return request.can_be_taken and any(
             other.num_cached == 0 and other.has_prompt_of(request)
-            for other in self._scheduler.running(State.PREFILL)
-            if other is not request
+            for other in self._scheduler.alike(request)
+            if other is not request and other.state is State.PREFILL
         )
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
@@ -371,11 +376,9 @@ class Engine:
         a block may be there that is not given to others yet.
         """
         return length < len(request.text.tokens) and any(
-            max(other.num_cached, reads.get(other.number, 0)) >= length
-            and (
-                other.state is State.PREFILL
-                or (other.state is State.DECODE and other.stats.steps <= 1)
-            )
+            (other.state is State.PREFILL or other.stats.steps <= 1)
+            and other.state in (State.PREFILL, State.DECODE)
+            and max(other.num_cached, reads.get(other.number, 0)) >= length
             and begin_alike(request.text, other.text, length)
             for other in self._scheduler.running()
         )
@@ -441,7 +444,7 @@ class Engine:
         # Keys and values of the prompt stay where they are, a linear state and the hidden states
         # that a proposer takes do not.
         moves_on = self.model.has_linear_state or bool(self._layers)
-        for other in self._scheduler.running():
+        for other in self._scheduler.alike(request):
             if other is request or other.is_begun or not request.has_prompt_of(other):
                 continue
             if (
@@ -467,8 +470,9 @@ class Engine:
 
     def _hand_on(self, source: Request) -> None:
         """Give a prompt that was just read to the requests that wait for it."""
-        for request in self._scheduler.running(State.PREFILL) if source.can_be_taken else ():
-            if request.num_cached == 0 and request.has_prompt_of(source):
+        for request in self._scheduler.alike(source) if source.can_be_taken else ():
+            is_waiting = request.state is State.PREFILL and request.num_cached == 0
+            if is_waiting and request.has_prompt_of(source):
                 self._share(source, request)
 
     def _score(self) -> None:

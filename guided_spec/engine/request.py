@@ -172,8 +172,9 @@ class Request:
 
     text: its tokens and constraint, and why it ended.
     trace: its record so far; None where there is none.
-    on_cancel: called with it in the thread that cancels it, for an engine that does not look by
-        itself. It must not hold the request: a circle of the two is left to the garbage collector.
+    prompt_hash: of the tokens of its prompt.
+    on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
+        request: a circle of the two is left to the garbage collector.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """
@@ -192,7 +193,7 @@ class Request:
         self.number = 0  # in the order of coming
         self.num_cached = 0
         self.is_begun = False  # whether a proposer has read a part of its prompt
-        self._prompt_hash = hash(tuple(job.prompt_ids))
+        self.prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
         self.on_cancel: Callable[[Request], None] | None = None
         self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
@@ -231,7 +232,7 @@ class Request:
 
     def has_prompt_of(self, other: Request) -> bool:
         """Whether the two prompts are the same, and others may share theirs with this one."""
-        if self._prompt_hash != other._prompt_hash or not self.is_new:
+        if self.prompt_hash != other.prompt_hash or not self.is_new:
             return False
         is_alike = self.job.prompt_ids == other.job.prompt_ids
         return is_alike and self.job.params.cache_salt == other.job.params.cache_salt
@@ -265,6 +266,12 @@ class Request:
         self.is_cancelled = True
         if self.on_cancel is not None and self.state is not State.FINISHED:
             self.on_cancel(self)
+
+    def tell_cancelled(self, on_cancel: Callable[[Request], None]) -> None:
+        """Call it when the request is cancelled; now, if it has been."""
+        self.on_cancel = on_cancel
+        if self.is_cancelled:
+            self.cancel()
 
     def append(
         self,

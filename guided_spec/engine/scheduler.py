@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from guided_spec.engine.request import Request, State
 
@@ -11,12 +12,15 @@ from guided_spec.engine.request import Request, State
 class Scheduler:
     """First come, first served, as soon as a slot is free and the grammar is compiled.
 
+    No step looks at all that wait: these may be a hundred times as many as run.
+
     num_slots: requests that can run at once; the others wait.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[Request, None] = {}
         self._running: dict[int, Request] = {}  # by slot, ascending
+        self._by_prompt: defaultdict[int, dict[int, Request]] = defaultdict(dict)
         self._free = list(range(num_slots))
 
     @property
@@ -31,7 +35,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting.append(request)
+        self._waiting[request] = None
+
+    def forget(self, request: Request) -> None:
+        """Take a request that has ended out of the queue, if it is there."""
+        self._waiting.pop(request, None)
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended: first the running ones by slot, then the queue."""
@@ -50,32 +58,39 @@ class Scheduler:
 
         A request whose grammar is still being compiled is overtaken by those behind it.
         """
-        if not self._free:
-            return []
-        done = [r for r in self._waiting if r.job.grammar is None or r.job.grammar.done()]
-        return done[: len(self._free)]
+        done = (r for r in self._waiting if r.job.grammar is None or r.job.grammar.done())
+        return list(islice(done, len(self._free)))
+
+    def alike(self, request: Request) -> list[Request]:
+        """The requests that hold a slot and may have the request's prompt, by slot; itself too."""
+        found = self._by_prompt.get(request.prompt_hash, {})
+        return [found[slot] for slot in sorted(found)]
 
     def admit(self, request: Request) -> None:
         """Give a waiting request the lowest free slot."""
-        self._waiting.remove(request)
+        del self._waiting[request]
         self._free.sort()
-        request.text.slot = self._free.pop(0)
+        slot = request.text.slot = self._free.pop(0)
         request.state = State.PREFILL
-        self._running = dict(sorted([*self._running.items(), (request.text.slot, request)]))
+        self._running = dict(sorted([*self._running.items(), (slot, request)]))
+        self._by_prompt[request.prompt_hash][slot] = request
 
     def requeue(self, request: Request) -> None:
         """Take a running request's slot; it is the next one to be admitted."""
-        self._free.append(request.text.slot)
-        del self._running[request.text.slot]
+        self._take_slot(request)
         request.text.slot, request.state = -1, State.WAITING
-        self._waiting.appendleft(request)
+        self._waiting = {request: None, **self._waiting}
 
     def remove_finished(self) -> list[int]:
-        """Take out the requests that have ended; returns the slots that became free."""
-        if any(r.state is State.FINISHED for r in self._waiting):
-            self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
-        slots = [slot for slot, r in self._running.items() if r.state is State.FINISHED]
-        for slot in slots:
-            del self._running[slot]
-        self._free.extend(slots)
-        return slots
+        """Take out those that have ended and hold a slot; returns the slots that became free."""
+        ended = [r for r in self._running.values() if r.state is State.FINISHED]
+        for request in ended:
+            self._take_slot(request)
+        return [request.text.slot for request in ended]
+
+    def _take_slot(self, request: Request) -> None:
+        slot, alike = request.text.slot, self._by_prompt[request.prompt_hash]
+        del self._running[slot], alike[slot]
+        if not alike:
+            del self._by_prompt[request.prompt_hash]
+        self._free.append(slot)

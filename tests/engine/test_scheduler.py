@@ -67,6 +67,49 @@ def test_running_by_state() -> None:
     assert scheduler.running(State.PREFILL) == [requests[0], requests[2]]
 
 
+def test_requests_with_one_prompt() -> None:
+    """By slot; those in the queue hold none, and those that have ended hold none any more."""
+    scheduler = Scheduler(3)
+    requests = [request() for _ in range(4)]
+    other = Request(Job([2, 1], SamplingParams(), 16), VOCABULARY, ignore)
+    for one in [requests[0], other, *requests[1:]]:
+        scheduler.add(one)
+    admit_all(scheduler)
+    assert scheduler.alike(requests[3]) == requests[:2]
+    assert scheduler.alike(other) == [other]
+    scheduler.requeue(requests[0])
+    assert scheduler.ready() == [requests[0]]
+    assert scheduler.alike(requests[1]) == [requests[1]]
+    admit_all(scheduler)
+    assert scheduler.alike(requests[1]) == requests[:2]
+    for one in (other, *requests[:2]):
+        one.finish("stop")
+    scheduler.remove_finished()
+    assert scheduler.alike(other) == scheduler.alike(requests[3]) == []
+
+
+class Counting(Future[CompiledGrammar]):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return True
+
+
+def test_a_long_queue_is_not_looked_through() -> None:
+    scheduler, grammar = Scheduler(2), Counting()
+    for _ in range(1000):
+        scheduler.add(request(grammar))
+    admit_all(scheduler)
+    assert scheduler.ready() == []
+    scheduler.running()[0].finish("stop")
+    scheduler.remove_finished()
+    assert len(admit_all(scheduler)) == 1
+    assert grammar.looks < 10
+
+
 def test_a_request_may_end_in_the_queue() -> None:
     scheduler = Scheduler(1)
     first, second, third = (request() for _ in range(3))
@@ -74,10 +117,13 @@ def test_a_request_may_end_in_the_queue() -> None:
         scheduler.add(one)
     admit_all(scheduler)
     second.finish("stop")
+    scheduler.forget(second)
     assert scheduler.remove_finished() == []  # it had no slot to give back
     assert list(scheduler) == [first, third]
     first.finish("stop")
     third.finish("stop")
+    scheduler.forget(third)
+    scheduler.forget(first)  # which is not in the queue
     assert scheduler.remove_finished() == [0]
     assert not scheduler
 
