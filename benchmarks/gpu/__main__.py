@@ -50,6 +50,7 @@ def gpu(
     draft: Annotated[list[str] | None, typer.Option(help="PROPOSER=FOLDER, for steps.")] = None,
     requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Runs of documents, by turns; the median.")] = 1,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
     vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
     vllm_logs: Annotated[Path | None, typer.Option(help="Folder for vLLM's output.")] = None,
@@ -71,7 +72,7 @@ def gpu(
         where |= {"model": model, "eagle3": eagle3, "work": work, "device": device, "dtype": dtype}
         shared = _shared(batches, temperatures, proposers) | _own(engine_option, num_draft_tokens)
         timed = {"context": prompt_length, "steps": steps, **_others(warm_up, tables, draft)}
-        whole = {"max_tokens": max_tokens, "requests": requests}
+        whole = {"max_tokens": max_tokens, "requests": requests, "repeats": repeats}
         vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
         vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
         _run_gpu(_gpu_plan(where, shared | timed, shared | whole, vllm), output, as_json=as_json)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,9 +20,11 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import GuidedSpecError
 from guided_spec.evaluate.measurement import (
     Measurement,
+    Timed,
     WorkItem,
     measure_completions,
-    run_items,
+    rehearse,
+    time_items,
     valid_share,
 )
 from guided_spec.types import SamplingParams
@@ -33,6 +37,8 @@ class DocumentPlan(NamedTuple):
     """What to run.
 
     requests: None is twice the batch, and 32 at least. options: further fields of ``EngineConfig``.
+    repeats: runs of each engine; where there are several, all engines are there at once and take
+        turns, so that what else a shared host does meanwhile hits all of them alike.
     """
 
     proposers: Sequence[str] = DOCUMENT_PROPOSERS
@@ -42,22 +48,31 @@ class DocumentPlan(NamedTuple):
     max_tokens: int = 256
     requests: int | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRun:
-    """One engine on one workload. problem: why there is no measurement, or what was left out."""
+    """One engine on one workload. problem: why there is no measurement, or what was left out.
+
+    seconds: of each run, where there were several and ``measurement`` is the median one.
+    """
 
     engine: str
     batch: int
     temperature: float
     measurement: Measurement | None = None
     problem: str | None = None
+    seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, and those of the measurement beside them, for JSON."""
-        names = ("engine", "batch", "temperature", "problem")
-        own = {name: getattr(self, name) for name in names}
+        own: dict[str, Any] = {
+            "engine": self.engine,
+            "batch": self.batch,
+            "temperature": self.temperature,
+        }
+        own |= {"problem": self.problem, "seconds_of_runs": self.seconds}
         return own | ({} if self.measurement is None else self.measurement.as_dict())
 
 
@@ -69,44 +84,78 @@ def num_documents(plan: DocumentPlan, batch: int) -> int:
 def measure_documents(
     subject: Subject, plan: DocumentPlan, report: Callable[[str], None]
 ) -> Iterator[list[DocumentRun]]:
-    """Write held-out documents with one proposer after another; ``report`` is told which is next.
+    """Write held-out documents with each proposer; ``report`` is told which is next.
 
     At temperature 0 ``same_text`` compares the texts with those of the first proposer. An engine
     that cannot be made (no memory) is reported with its problem.
     """
-    for batch in plan.batches:
-        for temperature in plan.temperatures:
-            texts: list[str] = []
-            for proposer in with_draft(subject, plan.proposers):
-                report(f"documents: {proposer}, {batch} requests, temperature {temperature}")
-                case = DocumentRun(proposer, batch, temperature)
-                yield [_measure(subject, plan, case, texts)]
+    for batch, temperature in itertools.product(plan.batches, plan.temperatures):
+        texts: list[str] = []
+        names = with_draft(subject, plan.proposers)
+        cases = [DocumentRun(name, batch, temperature) for name in names]
+        # Those that take turns are there at once, and want the memory for it.
+        for together in [cases] if plan.repeats > 1 else [[case] for case in cases]:
+            yield _measure(subject, plan, together, texts, report)
 
 
 def _measure(
-    subject: Subject, plan: DocumentPlan, case: DocumentRun, texts: list[str]
-) -> DocumentRun:
-    """``texts``: of the first proposer, filled by its run."""
-    name, batch, temperature = case.engine, case.batch, case.temperature
+    subject: Subject,
+    plan: DocumentPlan,
+    cases: Sequence[DocumentRun],
+    texts: list[str],
+    report: Callable[[str], None],
+) -> list[DocumentRun]:
+    """Runs of engines that take turns. ``texts``: of the first proposer, filled by its run."""
+    batch, temperature = cases[0].batch, cases[0].temperature
     items = json_documents(num_documents(plan, batch))
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
-    depth = 0 if name == "none" else plan.num_draft_tokens
-    options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
+    engines, problems = dict[str, LLM](), dict[str, str]()
+    with ExitStack() as opened:
+        for case in cases:
+            report(f"documents: {case.engine}, {batch} requests, temperature {temperature}")
+            try:
+                llm = opened.enter_context(_make(subject, plan, case, items))
+                rehearse(llm, items, params)
+                engines[case.engine] = llm
+            except (GuidedSpecError, torch.OutOfMemoryError) as error:
+                problems[case.engine] = str(error)
+        turns = itertools.product(range(plan.repeats), engines.items())
+        timed = [(name, time_items(llm, items, params)) for _, (name, llm) in turns]
+    found = list[DocumentRun]()
+    for case in cases:
+        if case.engine in problems:
+            found.append(replace(case, problem=problems[case.engine]))
+        else:
+            runs = [run for name, run in timed if name == case.engine]
+            found.append(_judge(case, items, runs, texts))
+    return found
+
+
+def _make(
+    subject: Subject, plan: DocumentPlan, case: DocumentRun, items: Sequence[WorkItem]
+) -> LLM:
+    options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": case.batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
     options |= {"prefix_cache": False, **plan.options}  # the rehearsal reads the same prompts
-    try:
-        with LLM(subject.model, name, depth, draft=subject.eagle3, **options) as llm:
-            completions, seconds = run_items(llm, items, params, rehearse=True)
-    except (GuidedSpecError, torch.OutOfMemoryError) as error:
-        return DocumentRun(name, batch, temperature, problem=str(error))
+    depth = 0 if case.engine == "none" else plan.num_draft_tokens
+    return LLM(subject.model, case.engine, depth, draft=subject.eagle3, **options)
+
+
+def _judge(
+    case: DocumentRun, items: Sequence[WorkItem], runs: Sequence[Timed], texts: list[str]
+) -> DocumentRun:
+    """The median of the runs, by its time."""
+    completions, seconds = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
     if not texts:
         texts.extend(completion.text for completion in completions)
     same = [c.text == text for c, text in zip(completions, texts, strict=True)]
     share = sum(same) / len(same)
     valid = valid_share(completions, items)
-    found = measure_completions(name, completions, seconds, valid=valid, same_text=share)
+    found = measure_completions(case.engine, completions, seconds, valid=valid, same_text=share)
     failed = next((str(c.error) for c in completions if c.error is not None), None)
-    return DocumentRun(name, batch, temperature, found, failed)
+    return replace(
+        case, measurement=found, problem=failed, seconds=tuple(run.seconds for run in runs)
+    )
 
 
 def _longest(subject: Subject, items: Sequence[WorkItem]) -> int:

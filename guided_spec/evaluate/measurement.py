@@ -309,25 +309,29 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def run_items(
-    llm: LLM, items: Sequence[WorkItem], params: SamplingParams, *, rehearse: bool = False
-) -> Timed:
-    """Generate for all items, each under its own grammar, and close ``llm``.
-
-    Grammars are compiled, and as many requests run as decode together, before the clock starts.
-    rehearse: all run, so that every size of batch has its CUDA graph, as engines that capture them
-        when they start have.
-    """
-    matched = [replace(params, grammar=item.grammar) for item in items]
-    prompts = [item.prompt for item in items]
-    warm_up = len(prompts) if rehearse else max(WARM_UP, llm.config.max_batch_size)
+def run_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> Timed:
+    """``time_items`` behind as many requests as decode together, which closes ``llm``."""
     with llm:
-        llm.compile(item.grammar for item in items if item.grammar is not None)
-        llm.generate(prompts[:warm_up], matched[:warm_up], on_error="return")
-        with frozen_heap():
-            started = time.perf_counter()
-            outputs = llm.generate(prompts, matched, on_error="return")
-            seconds = time.perf_counter() - started
+        rehearse(llm, items, params, max(WARM_UP, llm.config.max_batch_size))
+        return time_items(llm, items, params)
+
+
+def rehearse(
+    llm: LLM, items: Sequence[WorkItem], params: SamplingParams, most: int | None = None
+) -> None:
+    """Compile the grammars, and run the first ``most`` items, or all: what steps capture then, no
+    later one does."""
+    llm.compile(item.grammar for item in items if item.grammar is not None)
+    time_items(llm, items[:most], params)
+
+
+def time_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> Timed:
+    """Generate for all items, each under its own grammar."""
+    matched = [replace(params, grammar=item.grammar) for item in items]
+    with frozen_heap():
+        started = time.perf_counter()
+        outputs = llm.generate([item.prompt for item in items], matched, on_error="return")
+        seconds = time.perf_counter() - started
     return Timed([output.completions[0] for output in outputs], seconds)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.gpu import steps, vllm_peer
+from benchmarks.gpu import documents, steps, vllm_peer
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.documents import DocumentPlan, num_documents
 from benchmarks.gpu.kernels import measure_kernels
@@ -24,7 +24,9 @@ from benchmarks.gpu.subject import (
     with_draft,
     without_weights,
 )
+from guided_spec import LLM
 from guided_spec.errors import ConfigError
+from guided_spec.evaluate.measurement import Timed, time_items
 from tests.benchmarks.small_llama import Folders, write_small
 from tests.benchmarks.vllm_stand_in import write_stand_in
 
@@ -101,6 +103,28 @@ def test_documents(report: tuple[dict[str, Any], list[str]]) -> None:
     assert rows[1]["same_text"] == 1.0
     assert rows[1]["drafted"] > rows[0]["drafted"] == 0
     assert rows[1]["acceptance_length"] >= rows[0]["acceptance_length"] == 1.0
+
+
+def test_engines_take_turns(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a rehearsal each; one that cannot be made leaves the others their turns."""
+    ran: list[str] = []
+
+    def run(llm: LLM, *arguments: Any) -> Timed:
+        ran.append(llm.proposer)
+        return time_items(llm, *arguments)
+
+    monkeypatch.setattr(documents, "time_items", run)
+    plan = DOCUMENTS._replace(
+        proposers=("eagle3", "none", "ngram:x"), temperatures=(0.0,), repeats=3
+    )
+    ((head, plain, wrong),) = documents.measure_documents(subject, plan, nobody)
+    assert ran == ["eagle3", "none"] * 3
+    assert head.measurement is not None
+    assert head.measurement.seconds == sorted(head.seconds)[1]
+    assert (len(head.seconds), len(plain.seconds)) == (3, 3)
+    assert head.as_dict()["seconds_of_runs"] == head.seconds
+    assert wrong.problem is not None
+    assert "ngram:x" in wrong.problem
 
 
 def test_transformers_beside_it(report: tuple[dict[str, Any], list[str]]) -> None:
