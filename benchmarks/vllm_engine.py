@@ -16,8 +16,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, NamedTuple
@@ -255,6 +256,14 @@ def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def _shared_turns(ways: Sequence[Way]) -> Iterator[str | None]:
+    """The folder in which these ways take turns; None for none."""
+    with tempfile.TemporaryDirectory() as folder:
+        Turns.begin(Path(folder), [way.name for way in ways])
+        yield folder if ways else None
+
+
 def _turns(plan: Mapping[str, Any], way: Way, own: Path) -> Turns:
     """own: a folder for a way that takes turns with nobody."""
     if plan["turns"] is None:
@@ -262,6 +271,9 @@ def _turns(plan: Mapping[str, Any], way: Way, own: Path) -> Turns:
     return Turns(Path(plan["turns"] or own), way.name)
 
 
+InTurn = Annotated[
+    bool, typer.Option("--in-turn", help="All ways at once, run by run: lower --memory-share.")
+]
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -280,9 +292,7 @@ def main(  # noqa: PLR0913 - the options of a command
     temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
     devices: Annotated[str, typer.Option(help="'0 1' runs two ways at a time, '0,1' one.")] = "",
-    in_turn: Annotated[  # noqa: FBT002
-        bool, typer.Option("--in-turn", help="All ways at once, run by run: lower --memory-share.")
-    ] = False,
+    in_turn: InTurn = False,  # noqa: FBT002
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
     laps: Annotated[int, typer.Option(help="How often a run asks for each of its requests.")] = 4,
     settle: Annotated[float, typer.Option(help="Seconds behind a warm-up, for tables.")] = 0.0,
@@ -295,26 +305,20 @@ def main(  # noqa: PLR0913 - the options of a command
     output: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
 ) -> None:
     """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
-    chosen = [_way(name) for name in ways.split(",")]
     where = _require_vllm(VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit))
-    places = devices.split() or [""]
-    if in_turn:
-        places = [devices] * len(chosen)
-    children = _children(where, packages, logs, places)
-    sizes, heats = _numbers(int, batches), _numbers(float, temperatures)
-    own_plan: dict[str, Any] = {"repeats": repeats, "laps": laps, "settle": settle, "soak": soak}
-    own_plan |= {"temperatures": heats, "engine": {"tensor_parallel_size": tensor_parallel}}
+    chosen = [_way(name) for name in ways.split(",")]
+    children = _children(where, packages, logs, devices, len(chosen) if in_turn else 0)
+    sizes, engine = _numbers(int, batches), {"tensor_parallel_size": tensor_parallel}
+    own: dict[str, Any] = {"repeats": repeats, "laps": laps, "settle": settle, "soak": soak}
+    own |= {"temperatures": _numbers(float, temperatures), "engine": engine}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
-        tempfile.TemporaryDirectory() as shared,
+        _shared_turns(chosen if in_turn else ()) as own["turns"],
     ):
-        Turns.begin(Path(shared), [way.name for way in chosen])
-        own_plan["turns"] = shared if in_turn else None
         subject = load_outline(*paths)
-        requests = make_requests(_encoder(subject), _count(sizes), max_tokens, free_every)
-        plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
-        _run_all(plan, chosen, children, output)
+        own["requests"] = make_requests(_encoder(subject), _count(sizes), max_tokens, free_every)
+        _run_all(_plan(subject, sizes, memory_share) | own, chosen, children, output)
 
 
 def _run_all(
@@ -344,8 +348,10 @@ def _run_all(
 
 
 def _children(
-    where: VllmEnvironment, packages: str | None, logs: Path, places: Sequence[str]
+    where: VllmEnvironment, packages: str | None, logs: Path, devices: str, together: int
 ) -> list[Child]:
+    """together: how many are there at once on all of the devices; 0: one in each place."""
+    places = [devices] * together if together else devices.split() or [""]
     # This interpreter's own packages come before the site's: xgrammar among them.
     own = sysconfig.get_path("purelib") if where.python is None else ""
     front = [one for one in (packages or own).split(os.pathsep) if one]
