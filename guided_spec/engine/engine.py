@@ -295,7 +295,8 @@ class Engine:
         self._backlog = max(self._backlog, sum(left)) if left else 0
         if num_decoding:
             num_own = num_decoding * (1 + self.config.num_draft_tokens)
-            budget = tokens_along(left, self._backlog, num_decoding, num_own, budget)
+            known = (left, self._backlog, num_decoding, num_own, budget)
+            budget = tokens_along(*known, self._window.sizes)
         pieces = self._next_pieces(unread, budget)
         for piece in [piece for piece in pieces if self._decodes_along(piece)]:
             piece.request.state = State.DECODE

@@ -31,6 +31,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
+from guided_spec.engine.target import ALONG
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
@@ -43,7 +44,7 @@ from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.models.packed.graph_pool import CaptureWindow
+from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
@@ -314,7 +315,8 @@ class Setup:
         if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         tokenizer = find_tokenizer(model, options)
-        config, window = options.config, CaptureWindow()
+        config = options.config
+        window = CaptureWindow(largest=_largest_graph(config))
         target = _load_target(loaded, draft, config, window)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
         vocabulary = context.vocabulary
@@ -338,6 +340,16 @@ class Setup:
             grammars=grammars,
             engine=engine,
         )
+
+
+# However few texts run: prompts that come alone are read by graphs of up to so many tokens.
+_LEAST_GRAPH = 1024
+
+
+def _largest_graph(config: EngineConfig) -> int:
+    """Tokens of the longest graph: drafts of all texts, and pieces of prompts beside them."""
+    most = config.max_batch_size * (config.num_draft_tokens + 1) + ALONG
+    return min(bucket(max(most, _LEAST_GRAPH)), SIZES[-1])
 
 
 def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> ProposerContext:

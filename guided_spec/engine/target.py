@@ -476,13 +476,18 @@ STEPS_TO_READ = 64
 
 
 def tokens_along(
-    unread: Sequence[int], backlog: int, num_decoding: int, num_own: int, most: int
+    unread: Sequence[int],
+    backlog: int,
+    num_decoding: int,
+    num_own: int,
+    most: int,
+    sizes: Sequence[int],
 ) -> int:
     """Prompt tokens, of ``most``, that the next verify forward reads besides.
 
     unread: of each text that waits for its prompt, in the order in which they are read. backlog:
     the most that these came to since none waited.
-    num_decoding: texts that wait for the forward. num_own: tokens of theirs.
+    num_decoding: texts that wait for the forward. num_own: tokens of theirs. sizes: of the graphs.
 
     The more tokens wait, and the more texts for each one that decodes, the longer may these wait
     for a forward: all end sooner so. It is cut so that it fills a graph: one token more would take
@@ -492,7 +497,7 @@ def tokens_along(
     wanted = min(max(ALONG, int(backlog * share) // STEPS_TO_READ), most)
     # Behind the end of a prompt stands one token more, whose logits are asked for.
     others = num_own + sum(end <= wanted for end in accumulate(unread))
-    room = filled(wanted + others) - others
+    room = filled(wanted + others, sizes) - others
     return room if 2 * room >= wanted else wanted
 
 

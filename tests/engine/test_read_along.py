@@ -161,19 +161,19 @@ def test_long_prompts_are_read_in_pieces(
 
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
-    assert tokens_along([64 * 3000], 64 * 3000, 10_000, 0, 4096) == 3000
-    assert tokens_along([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096) == 3000
-    assert tokens_along([64 * 3000], 64 * 3000, 1, 0, 8192) == 2 * 3000
-    assert tokens_along([4 * 900] * 16, 64 * 900, 8, 0, 4096) == 3 * 900
-    assert tokens_along([200_000], 200_000, 4, 0, 2048) == 2048
-    assert tokens_along([5000], 64 * 3000, 10_000, 0, 4096) == 3000  # as at the start
+    assert tokens_along([64 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
+    assert tokens_along([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
+    assert tokens_along([64 * 3000], 64 * 3000, 1, 0, 8192, SIZES) == 2 * 3000
+    assert tokens_along([4 * 900] * 16, 64 * 900, 8, 0, 4096, SIZES) == 3 * 900
+    assert tokens_along([200_000], 200_000, 4, 0, 2048, SIZES) == 2048
+    assert tokens_along([5000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000  # as at the start
 
 
 @given(st.lists(st.integers(1, 8000), min_size=1, max_size=64), st.integers(1, 64))
 def test_prompts_fill_the_graph_that_they_share(unread: list[int], num_decoding: int) -> None:
     """A token more would take as long as the next graph does, and fewer would save nothing."""
     own = 6 * num_decoding
-    found = tokens_along(unread, sum(unread), num_decoding, own, 4096)
+    found = tokens_along(unread, sum(unread), num_decoding, own, 4096, SIZES)
     ends = sum(end <= found for end in accumulate(unread))
     total = found + own + ends
     assert ALONG - 128 < found <= 4096
@@ -182,8 +182,8 @@ def test_prompts_fill_the_graph_that_they_share(unread: list[int], num_decoding:
 
 
 def test_few_tokens_are_read_whatever_graphs_there_are() -> None:
-    assert tokens_along([100], 100, 3, 18, 4) == 2
-    assert tokens_along([100], 100, 100, 600, 8) == 8
+    assert tokens_along([100], 100, 3, 18, 4, SIZES) == 2
+    assert tokens_along([100], 100, 100, 600, 8, SIZES) == 8
 
 
 @pytest.mark.parametrize(

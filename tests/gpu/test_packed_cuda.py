@@ -18,9 +18,8 @@ from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed import packed_lm
-from guided_spec.models.packed.graph_pool import SIZES
+from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow
 from guided_spec.models.packed.heads import PackedEagle3
-from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.stock.slots import SlotInputs
 from tests.models.fp8_checkpoints import FORMS, write_fp8
@@ -94,12 +93,14 @@ def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_p
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("width", [65, 130, 400])
-def test_short_prompts_are_graphs(monkeypatch: pytest.MonkeyPatch, batch: int, width: int) -> None:
+def test_short_prompts_are_graphs(batch: int, width: int) -> None:
     """A forward of few tokens takes the host longer to launch than the device to run."""
+    window = CaptureWindow()
     lm = CausalLM(
         cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
         num_slots=batch,
         max_length=500,
+        window=window,
     )
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (batch, width), generator=source)
@@ -108,13 +109,13 @@ def test_short_prompts_are_graphs(monkeypatch: pytest.MonkeyPatch, batch: int, w
     assert lm._packed is not None
     assert lm._packed._graphs is not None
     before, found = len(lm._packed._graphs), []
-    for largest in (packed_lm.LARGEST_GRAPH, 0):
-        monkeypatch.setattr(packed_lm, "LARGEST_GRAPH", largest)
+    for largest in (SIZES[-1], 0):
+        window.largest = largest
         output = lm.forward(inputs, logits="last", hidden_layers=(1,))
         lm.commit([0] * batch)
         found.append([None if part is None else part.clone() for part in output])
         is_graph = len(lm._packed._graphs) - before
-        assert is_graph == (sum(counts) <= LARGEST_GRAPH)  # and none more without
+        assert is_graph == (sum(counts) <= SIZES[-1])  # and none more without
     for graph, eager in zip(*found, strict=True):
         for row in range(batch):  # what is behind a row's end is any
             one, other = (part[row, : width - row] for part in (graph, eager))

@@ -7,6 +7,7 @@ Batches are filled up to the sizes that graphs have.
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,9 +41,9 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     return next((size for size in sizes if size >= count), count)
 
 
-def filled(count: int) -> int:
-    """The largest of ``SIZES`` that ``count`` fills; ``count`` itself beyond them, 1 or more."""
-    return count if count > SIZES[-1] else max(size for size in SIZES if size <= count)
+def filled(count: int, sizes: Sequence[int] = SIZES) -> int:
+    """The largest of the sizes that ``count`` fills; ``count`` itself beyond them, 1 or more."""
+    return count if count > sizes[-1] else max(size for size in sizes if size <= count)
 
 
 def row_sizes(most: int) -> list[int]:
@@ -63,9 +64,19 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class CaptureWindow:
-    """What the graph pools of an engine do; shared by all of them."""
+    """What the graph pools of an engine do; shared by all of them.
+
+    largest: tokens of the longest forward that has a graph, of ``SIZES``. Longer ones take longer
+        than their launches, and a graph keeps memory for what goes in and comes out.
+    """
 
     stage: Stage = Stage.CAPTURE
+    largest: int = SIZES[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``SIZES`` up to the largest: tokens of the forwards that have graphs."""
+        return SIZES[: bisect_right(SIZES, self.largest)]
 
 
 class Captured(NamedTuple):
@@ -110,6 +121,23 @@ class GraphPool:
         self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         # One for all captures: memory that a stream has used is kept for it.
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See ``CaptureWindow``."""
+        return self._window.sizes
+
+    @property
+    def beyond(self) -> tuple[int, ...]:
+        """Tokens of forwards without a graph that run beforehand, for their kernels: Triton
+        compiles one for a number that is a multiple of 16, and texts are cut into more parts where
+        tokens are few."""
+        largest = self._window.largest
+        return 4 * largest, largest + 16, largest + 1
+
+    def has(self, size: int) -> bool:
+        """Whether a forward of so many tokens has a graph."""
+        return size <= self._window.largest
 
     def __len__(self) -> int:
         return len(self._captured)

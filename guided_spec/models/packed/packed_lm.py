@@ -20,7 +20,7 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, Alike, Tables
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
-from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
@@ -29,10 +29,6 @@ from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
-LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
-# Tokens of the forwards without a graph that run beforehand, for their kernels: Triton compiles one
-# for a number that is a multiple of 16, and texts are cut into more parts where tokens are few.
-UNCAPTURED = (4 * LARGEST_GRAPH, LARGEST_GRAPH + 16, LARGEST_GRAPH + 1)
 # Groups of texts that begin alike, in a forward of so many tokens that reads such beginnings once.
 # Where fewer positions of a layer are saved, launches for it take longer than reading them again.
 MOST_GROUPS = 8
@@ -174,24 +170,26 @@ class LineShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, total: int, batch: int, sizes: tuple[int, int], *, num_groups: int = 0
+        cls,
+        total: int,
+        batch: int,
+        room: tuple[int, int],
+        sizes: Sequence[int],
+        *,
+        num_groups: int = 0,
     ) -> LineShape:
         """For ``total`` tokens in ``batch`` rows, and so many groups.
 
-        sizes: the slots there are, and about how many tokens a row of a draft has. Where there are
+        room: the slots there are, and about how many tokens a row of a draft has. Where there are
         more tokens than all drafts have, most of them are of prompts, whose rows are long.
+        sizes: of the graphs.
         """
-        num_slots, width = sizes
-        size = bucket(max(total, 1))
+        num_slots, width = room
+        size = bucket(max(total, 1), sizes)
         # With groups as many as there may be: each number is a kernel to compile beforehand.
         num_rows = max(num_slots if num_groups else min(size, num_slots), batch)
         width = min(width, size) if size <= num_slots * width else size
         return cls(size, num_rows, width, MOST_GROUPS if num_groups else 0)
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether a graph can be captured for it."""
-        return self.size <= LARGEST_GRAPH
 
     @property
     def is_long(self) -> bool:
@@ -233,7 +231,7 @@ class PackedLM:
         self.key_values = tuple(one for one in memory if isinstance(one, KeyValues))
         self.states = tuple(one for one in memory if isinstance(one, DeltaStates))
         self._tables, self._graphs = tables, graphs
-        self._sizes = (len(tables.tables), width)
+        self._room = (len(tables.tables), width)
         self._device = tables.tables.device
 
     @property
@@ -261,7 +259,8 @@ class PackedLM:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
             groups = rows.alike(self._tables) if total >= SHARED_FROM else ()
-            shape = LineShape.of(total, batch, self._sizes, num_groups=len(groups))
+            given = (total, batch, self._room, self._graphs.sizes)
+            shape = LineShape.of(*given, num_groups=len(groups))
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
             "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
@@ -276,7 +275,7 @@ class PackedLM:
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
-            has_graph = shape.has_graph and fits == shape.is_long
+            has_graph = self._graphs.has(shape.size) and fits == shape.is_long
             key = (shape, layers) if has_graph else None
             states, hidden = self._graphs.run(key, inputs, body, beside=beside)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
@@ -325,12 +324,12 @@ class PackedLM:
         """
         if self._graphs is None:
             return
-        none = Rows((), (), (), np.zeros((2, 0), dtype=np.int64))
-        sizes, trees = (*UNCAPTURED, *reversed(SIZES)), (False, True)[: 1 + has_trees]
+        none, graphs = Rows((), (), (), np.zeros((2, 0), dtype=np.int64)), self._graphs
+        sizes, trees = (*graphs.beyond, *reversed(graphs.sizes)), (False, True)[: 1 + has_trees]
         for size, num_groups, is_tree in product(sizes, (0, MOST_GROUPS), trees):
             if num_groups and size < SHARED_FROM:
                 continue
-            shape = LineShape.of(size, 0, self._sizes, num_groups=num_groups)
+            shape = LineShape.of(size, 0, self._room, graphs.sizes, num_groups=num_groups)
             shape = shape._replace(is_tree=is_tree)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
@@ -340,9 +339,9 @@ class PackedLM:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             if is_tree:
                 inputs["tree"] = torch.from_numpy(none.grown(size))
-            key = (shape, layers) if shape.has_graph else None
+            key = (shape, layers) if graphs.has(size) else None
             body = partial(self._compute, shape.width, layers, fits=shape.is_long)
-            if self._graphs.prepare(key, inputs, body):
+            if graphs.prepare(key, inputs, body):
                 yield
 
     def _compute(

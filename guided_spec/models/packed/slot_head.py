@@ -19,7 +19,6 @@ from guided_spec.models.heads.slot_head import HeadRunner, SlotLimits
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
-    SIZES,
     CaptureWindow,
     GraphPool,
     Inputs,
@@ -28,13 +27,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_rows,
     pad_to,
 )
-from guided_spec.models.packed.packed_lm import (
-    LARGEST_GRAPH,
-    UNCAPTURED,
-    LineShape,
-    Rows,
-    split_places,
-)
+from guided_spec.models.packed.packed_lm import LineShape, Rows, split_places
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.host import host_integers, to_device
@@ -169,11 +162,10 @@ class HeadSlots:
             self.blocks.copy_own(source, slot, length, self.memory)
             self._lengths[slot] = length
 
-    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether so many more tokens fit each slot, and one graph."""
+    def fit(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether so many more tokens fit each slot."""
         pairs = zip(self.lengths(slots), counts, strict=True)
-        longest = max(length + count for length, count in pairs)
-        return sum(counts) <= LARGEST_GRAPH and longest <= self.max_length
+        return max(length + count for length, count in pairs) <= self.max_length
 
     def lines(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[HeadLine]:
         """``counts`` new positions in lines of ``piece`` at most; each is committed behind it."""
@@ -314,7 +306,7 @@ class PackedSlotHead:
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
         """See ``AheadRunner``."""
-        return self.slots.can_read_ahead(slots, counts)
+        return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     def commit(self, slot: int, count: int) -> None:
         """See ``AheadRunner``."""
@@ -424,15 +416,15 @@ class PackedSlotHead:
     @torch.inference_mode()
     def capture_reads(self) -> Iterator[None]:
         """Capture the graphs of reading."""
-        for size in (*UNCAPTURED, *reversed(SIZES)):
-            shape = LineShape.of(size, 0, self._slots_and_width)
+        for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
+            shape = LineShape.of(size, 0, self._room, self.graphs.sizes)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "states": self._hidden.new_zeros(size, self._packed.width),
                 "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
                 "last": torch.zeros(shape.num_rows, dtype=torch.int64),
             }
-            key = ("read", shape) if shape.has_graph else None
+            key = ("read", shape) if self.graphs.has(size) else None
             if self.graphs.prepare(key, inputs, partial(self._read, shape.width)):
                 yield
 
@@ -448,18 +440,18 @@ class PackedSlotHead:
     def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
         """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""
         rows.grow(self.slots.blocks)
-        shape = LineShape.of(len(token_ids), len(rows.slots), self._slots_and_width)
+        shape = LineShape.of(len(token_ids), len(rows.slots), self._room, self.graphs.sizes)
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
             "states": pad_to(states, (shape.size, states.shape[1])),
             "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
             "last": pad_to(last, (shape.num_rows,)),
         }
-        key = ("read", shape) if shape.has_graph else None
+        key = ("read", shape) if self.graphs.has(shape.size) else None
         self._keep(rows.slots, self.graphs.run(key, inputs, partial(self._read, shape.width)))
 
     @property
-    def _slots_and_width(self) -> tuple[int, int]:
+    def _room(self) -> tuple[int, int]:
         return self._limits.num_slots, self._limits.width
 
     def _read(self, width: int, inputs: Inputs) -> Scored:

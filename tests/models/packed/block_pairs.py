@@ -20,6 +20,7 @@ from guided_spec.models.heads.block.runner import (
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
+from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.models.packed.heads import PackedBlock, PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
@@ -45,7 +46,8 @@ def _load(kind: str, folder: Path, target: PreTrainedModel) -> Any:
 
 
 class BlockPair:
-    """stock, packed: the same random head over slots of memory that holds no numbers.
+    """stock, packed: the same random head over slots of memory that holds no numbers. window: in
+    which the packed one captures.
 
     form: of ``FORMS``. blocks: the tables of the packed one; None: of its own.
     """
@@ -66,18 +68,20 @@ class BlockPair:
         self.columns = len(self.head.aux_hidden_layers) * target.config.hidden_size
         self.device, limits = target.device, SlotLimits(SLOTS, LENGTH, piece=9)
         where: Any = {"device": target.device, "dtype": target.dtype}
+        self.window = CaptureWindow()
         reader: Any
         ahead: Any
         if kind == "p_eagle":
             served = PackedEagle3.of(self.head, LENGTH)
             assert served is not None
-            slots = PackedSlotHead(served, limits, blocks=blocks, **where)
+            slots = PackedSlotHead(served, limits, blocks=blocks, window=self.window, **where)
             ahead, memory = PackedMaskedReader(self.head, slots, WIDTH), slots.slots.memory
             reader = MaskedReader(self.head, limits, WIDTH, **where)
         else:
             form_of = PackedBlock.of(self.head, LENGTH)
             assert form_of is not None
-            ahead = PackedContextReader(form_of, limits, blocks=blocks, **where)
+            own: Any = {"blocks": blocks, "window": self.window}
+            ahead = PackedContextReader(form_of, limits, **own, **where)
             memory = ahead.slots.memory
             reader = ContextReader(self.head, limits, **where)
         with torch.inference_mode():

@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import ROW_SIZES, SIZES
 from guided_spec.models.packed.heads import PackedBlock
@@ -99,26 +97,22 @@ def test_what_is_confirmed_was_read(
         pair.check(SLOTS)
 
 
-def test_no_further_than_a_slot_and_a_graph_reach(
-    tmp_path: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_further_than_a_slot_and_a_graph_reach(tmp_path: Path, target: PreTrainedModel) -> None:
     pair = BlockPair(tmp_path, target, FORMS[0])
     pair.read([0, 1], [LENGTH - 3, 2])
     assert pair.packed.can_read_ahead([0, 1], [3, 9])
     assert not pair.packed.can_read_ahead([0, 1], [4, 9])
-    monkeypatch.setattr(slot_head, "LARGEST_GRAPH", 12)
+    pair.window.largest = 12
     assert pair.packed.can_read_ahead([0, 1], [3, 9])
     assert not pair.packed.can_read_ahead([0, 1], [3, 10])
     assert not pair.stock.can_read_ahead([0, 1], [1, 1])  # it has no graphs
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[-1]], ids=name)
-def test_what_is_captured_serves_all(
-    tmp_path: Path, target: PreTrainedModel, form: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_captured_serves_all(tmp_path: Path, target: PreTrainedModel, form: Any) -> None:
     """Lines and blocks of more tokens than a graph takes run without one."""
-    monkeypatch.setattr(block_runner, "LARGEST_GRAPH", 5 * (WIDTH + 1))
     pair = BlockPair(tmp_path, target, form)
+    pair.window.largest = 5 * (WIDTH + 1)
     graphs = pair.reader.graphs
     with torch.inference_mode():
         count = sum(1 for _ in pair.packed.capture(0))

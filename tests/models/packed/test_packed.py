@@ -19,7 +19,7 @@ from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
-from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
+from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool, Inputs, bucket
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
@@ -92,14 +92,14 @@ def test_a_prompt_beside_other_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_line_is_longer_than_any_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_longer_than_any_graph(name: str) -> None:
     """Forwards that are padded to a graph's size, and forwards that are not, give the same."""
     found = []
     prompts = prompts_of([9, 1, 13], VOCAB, 1)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
-    for largest in (packed_lm.LARGEST_GRAPH, 0):
-        monkeypatch.setattr(packed_lm, "LARGEST_GRAPH", largest)
-        lm = CausalLM(make(name), num_slots=4, max_length=40, kernels="packed")
+    for largest in (SIZES[-1], 0):
+        window = CaptureWindow(largest=largest)
+        lm = CausalLM(make(name), num_slots=4, max_length=40, kernels="packed", window=window)
         output = lm.forward_line(tokens, Rows([2, 0, 3], [0, 0, 0], [9, 1, 13]), (0, -1))
         assert output.hidden_states is not None
         assert output.states.shape == (23, 32)
@@ -110,22 +110,24 @@ def test_a_line_is_longer_than_any_graph(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("room", [(16, 6), (64, 6), (256, 6), (256, 1)])
 @pytest.mark.parametrize("heads", [(32, 8), (16, 2), (8, 8), (8, 1)])
+@pytest.mark.parametrize("largest", [1024, 2048])
 def test_lines_without_a_graph_take_kernels_that_are_there(
-    room: tuple[int, int], heads: tuple[int, int]
+    largest: int, room: tuple[int, int], heads: tuple[int, int]
 ) -> None:
     """None of their numbers brings a kernel that no forward of ``capture`` has compiled."""
     slot_attention_triton = pytest.importorskip("guided_spec.ops.attention.slot_attention_triton")
 
+    graphs = GraphPool(torch.device("cpu"), CaptureWindow(largest=largest))
+
     def kernels(total: int, batch: int) -> tuple[int, Any]:
-        shape = packed_lm.LineShape.of(total, batch, room)
-        assert not shape.has_graph
+        shape = packed_lm.LineShape.of(total, batch, room, graphs.sizes)
+        assert not graphs.has(shape.size)
         query = torch.empty(shape.size, heads[0], 128, dtype=torch.bfloat16, device="meta")
         found = slot_attention_triton.choose_tiling(query, heads[1], shape.width, 40_000)
         return shape.num_rows, found
 
-    there = {kernels(size, 0) for size in packed_lm.UNCAPTURED}
-    first = packed_lm.LARGEST_GRAPH + 1
-    for total in [*range(first, 4 * first, 61), 4 * first]:
+    there = {kernels(size, 0) for size in graphs.beyond}
+    for total in [*range(largest + 1, 4 * largest, 61), 4 * largest]:
         for batch in (1, 2, room[0]):
             assert kernels(total, batch) in there, (total, batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed import slot_head
+from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead, ReadAhead
 from tests.models.heads.heads import write_eagle3
@@ -33,7 +34,9 @@ class Pair:
         packed = PackedEagle3.of(head, room.max_length)
         assert packed is not None
         self.stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
-        self.packed = PackedSlotHead(packed, room, device=CPU, dtype=torch.float32)
+        self.window = CaptureWindow()
+        where: Any = {"device": CPU, "dtype": torch.float32, "window": self.window}
+        self.packed = PackedSlotHead(packed, room, **where)
         self.source = torch.Generator().manual_seed(0)
         tokens = [self.tokens(count) for count in PROMPTS]
         states = [self.states(count) for count in PROMPTS]
@@ -105,14 +108,12 @@ def test_one_of_several_is_confirmed(pair: Pair) -> None:
     pair.check()
 
 
-def test_no_further_than_a_slot_and_a_graph_reach(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_further_than_a_slot_and_a_graph_reach(pair: Pair) -> None:
     assert pair.packed.can_read_ahead(SLOTS, [4, 93, 4])
     assert not pair.packed.can_read_ahead(SLOTS, [4, 94, 4])  # 7 of 100 are there
     pair.packed.read([0], [pair.tokens(90)], [pair.states(90)])  # 97 of 100
     assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
     assert not pair.packed.can_read_ahead(SLOTS, [4, 4, 4])
-    monkeypatch.setattr(slot_head, "LARGEST_GRAPH", 11)
+    pair.window.largest = 11
     assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
     assert not pair.packed.can_read_ahead(SLOTS, [5, 3, 4])

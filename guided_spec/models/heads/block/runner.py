@@ -24,7 +24,6 @@ from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
-    SIZES,
     CaptureWindow,
     GraphPool,
     Inputs,
@@ -35,7 +34,7 @@ from guided_spec.models.packed.graph_pool import (
     row_sizes,
 )
 from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
-from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows, split_places
+from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, store_keys_values
@@ -232,8 +231,9 @@ class BlockRunner:
         return self._ahead.vocabulary
 
     def has_graph(self, size: int, count: int) -> bool:
-        """See ``DraftForward``."""
-        return has_graph(size, count)
+        """See ``DraftForward``: all tokens of all blocks go into one forward."""
+        assert self._ahead is not None
+        return self._ahead.graphs.has(size * (count + 1))
 
     def blank(self, size: int) -> Inputs:
         """See ``DraftForward``."""
@@ -423,7 +423,7 @@ class BlockGraphs:
             "places": pack_places((slots, self._reader.starts(slots, width)), size),
             "last": pad_rows(last, size),
         }
-        key = (width, size) if has_graph(size, width) else None
+        key = (width, size) if self._has_graph(size, width) else None
         found: Tensor = self._graphs.run(key, inputs, partial(self._compute, width))
         return found[: len(slots)]
 
@@ -434,18 +434,16 @@ class BlockGraphs:
                 "places": pack_places([[], []], size),
                 "last": torch.zeros(size, dtype=torch.int64),
             }
-            key = (width, size) if has_graph(size, width) else None
+            key = (width, size) if self._has_graph(size, width) else None
             if self._graphs.prepare(key, inputs, partial(self._compute, width)):
                 yield
+
+    def _has_graph(self, size: int, width: int) -> bool:
+        return self._graphs.has(size * (width + 1))
 
     def _compute(self, width: int, inputs: Inputs) -> Tensor:
         slots, starts = inputs["places"].unbind(0)
         return self._reader.outputs(slots, starts, inputs["last"], width)
-
-
-def has_graph(size: int, width: int) -> bool:
-    """Whether ``size`` blocks are few enough tokens: more take longer than their launches."""
-    return size * (width + 1) <= LARGEST_GRAPH
 
 
 class PackedContextReader:
@@ -472,10 +470,13 @@ class PackedContextReader:
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-        self.commit, self.can_read_ahead = self.slots.commit, self.slots.can_read_ahead
-        self.graphs = GraphPool(device, window)
+        self.commit, self.graphs = self.slots.commit, GraphPool(device, window)
         self._drafts = BlockGraphs(self, limits.num_slots)
         self.draft = self._drafts.draft
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """See ``AheadReader``."""
+        return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     @torch.inference_mode()
     def read(
@@ -512,12 +513,12 @@ class PackedContextReader:
     def capture(self, width: int) -> Iterator[None]:
         """See ``AheadReader``."""
         columns = self._packed.head.fc.in_features
-        for size in (*UNCAPTURED, *reversed(SIZES)):
+        for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
             inputs = {
                 "states": torch.zeros(size, columns, dtype=self._dtype),
                 "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
             }
-            key = ("read", size) if size <= LARGEST_GRAPH else None
+            key = ("read", size) if self.graphs.has(size) else None
             if self.graphs.prepare(key, inputs, self._read):
                 yield
         yield from self._drafts.capture(width)
@@ -529,13 +530,14 @@ class PackedContextReader:
     def _read_rows(self, rows: Rows, states: Tensor) -> None:
         """Positions in one line, and the states [N, X] there."""
         rows.grow(self.slots.blocks)
-        size = bucket(len(states))
+        size = bucket(len(states), self.graphs.sizes)
         places = rows.places(size, len(rows.slots))[: 2 * size]
         inputs = {
             "states": pad_to(states, (size, states.shape[1])),
             "places": torch.from_numpy(places),
         }
-        self.graphs.run(("read", size) if size <= LARGEST_GRAPH else None, inputs, self._read)
+        key = ("read", size) if self.graphs.has(size) else None
+        self.graphs.run(key, inputs, self._read)
 
     def _read(self, inputs: Inputs) -> None:
         tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks
