@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = ROOT / "README.md"
-PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([README, *DOCS.glob("*.md"), *DOCS.glob("performance/*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 FENCE = re.compile(

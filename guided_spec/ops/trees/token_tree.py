@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Of all trees of a step, which take a GPU hardly longer than one token: its time goes to the
-# weights (docs/performance.md, "Other families"). More of them cost what they bring.
+# weights (docs/performance/models.md). More of them cost what they bring.
 TREE_TOKENS = 64
 # Drafts that a tree has room for at least: a step that waits for its drafts costs more than fewer
 # tokens bring.
