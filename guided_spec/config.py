@@ -36,7 +36,7 @@ class EngineConfig:
         best legal branches that its head or model knows, where a step has few requests
         (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
     drafting: "auto" leaves drafts where few are accepted and steps without write more tokens a
-        second, as far as no text depends on them: greedy texts, and all under "coupled". "always"
+        second, but for texts that are sampled under "rejection" by a seed that was given. "always"
         drafts in every step.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.

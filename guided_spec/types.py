@@ -120,7 +120,8 @@ class SamplingParams:
     min_p: drop tokens below min_p times the largest probability, in [0, 1].
     cache_salt: prompts take from the prefix cache what texts with the same salt left there, so that
         callers with different ones learn nothing of each other's prompts from the time it takes.
-    seed: in [0, 2**63); None draws one, which the output's stats report.
+    seed: in [0, 2**63); None draws one, which the output's stats report. What one promises:
+        docs/exactness.md.
     stop: strings that end the text; they are not part of it.
     stop_token_ids: token ids that end the text, besides the model's own end-of-text tokens.
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.

@@ -320,13 +320,12 @@ class Engine:
         )
 
     def _may_begin_undrafted(self, request: Request) -> bool:
-        """Whether its text is the same where no head drafts for its first token.
+        """Whether no head need draft for its first token.
 
         Where that is its last one, the head would not read what others take from the prefix cache.
         """
-        is_free = self.config.verifier == "coupled" or request.job.params.temperature == 0
         goes_on = request.text.draft_limit > 0 or not self.takes_prefixes
-        return (is_free and goes_on) or not self._layers
+        return (self._is_free(request) and goes_on) or not self._layers
 
     def _is_awaited(self, request: Request) -> bool:
         """Whether another one takes its prompt once that is read."""
@@ -498,14 +497,15 @@ class Engine:
         return self._scheduler.running(State.DECODE)
 
     def _pace_of(self, requests: Sequence[Request]) -> Pace | None:
-        """What says whether their step drafts; None: it does.
+        """What says whether their step drafts; None: it does."""
+        return self._pace if all(map(self._is_free, requests)) else None
 
-        A text that is drawn by what is drafted must not depend on who else is drafted for.
+    def _is_free(self, request: Request) -> bool:
+        """Whether who else is there may decide how much is drafted for it: its text does not
+        depend on that, or nobody has asked for this text by a seed. Its law never does.
         """
-        is_free = self.config.verifier == "coupled" or all(
-            request.job.params.temperature == 0 for request in requests
-        )
-        return self._pace if is_free else None
+        params = request.job.params
+        return self.config.verifier == "coupled" or params.temperature == 0 or params.seed is None
 
     def _batch(
         self, requests: Sequence[Request], along: Sequence[Piece], num_draft_tokens: int

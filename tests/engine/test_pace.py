@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +19,7 @@ from guided_spec.engine import engine, pace
 from guided_spec.engine.pace import Pace
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
+from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 K = 5
@@ -143,13 +147,19 @@ def test_the_texts_are_the_same(by_chance: list[int], proposer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verifier", "temperature", "asks"),
-    [("rejection", 0.0, True), ("rejection", 1.0, False), ("coupled", 1.0, True)],
+    ("verifier", "temperature", "seed", "asks"),
+    [
+        ("rejection", 0.0, 3, True),
+        ("rejection", 1.0, 3, False),
+        ("rejection", 1.0, None, True),
+        ("coupled", 1.0, 3, True),
+    ],
 )
 def test_no_draft_depends_on_others_where_a_text_depends_on_it(
-    by_chance: list[int], verifier: str, temperature: float, *, asks: bool
+    by_chance: list[int], verifier: str, temperature: float, seed: int | None, *, asks: bool
 ) -> None:
-    params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
+    """And somebody has asked for that text."""
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=seed)
     found = []
     for drafting in ("auto", "always"):
         options: Any = {"verifier": verifier, "drafting": drafting, "max_batch_size": 3}
@@ -159,7 +169,41 @@ def test_no_draft_depends_on_others_where_a_text_depends_on_it(
         if drafting == "auto":
             calls = len(by_chance)
     assert len(by_chance) == calls  # "always" asks nobody
-    assert found[0] == found[1]
+    assert seed is None or found[0] == found[1]
+
+
+def test_a_seed_that_was_given_makes_all_steps_draft(by_chance: list[int]) -> None:
+    """Those that it shares with others, too."""
+    given = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    drawn = replace(given, seed=None)
+    with make_llm("llama", "ngram", max_batch_size=2, drafting="auto") as llm:
+        (alone,) = llm.generate(PROMPTS[:1], given)
+        assert by_chance == []
+        beside, _ = llm.generate(PROMPTS[:2], [given, drawn])
+        assert beside.text == alone.text
+        llm.generate(PROMPTS[:1], drawn)
+        assert by_chance != []
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "chain:grammar_forced+draft_model"])
+def test_the_law_does_not_depend_on_it(
+    by_chance: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proposer: str
+) -> None:
+    """Of whole texts whose steps draft by chance; their seeds are drawn, the same in each run."""
+    monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(0))
+    target, draft = headed(proposer, tmp_path)
+    params = sampled(seed=None)
+    options: Any = {"max_batch_size": 60, "max_model_len": 32, "num_draft_tokens": 3}
+    with make_llm(target, proposer, draft, drafting="auto", **options) as llm:
+        exact = law(llm, params)
+        found = [one.completions[0] for one in llm.generate([PROMPT] * NUM_SEEDS, params)]
+        others = law(llm, sampled(seed=None, temperature=1.6))
+    assert len({*by_chance}) == 2
+    assert sum(sum(one.stats.accepted) for one in found) > 0
+    counts = Counter(tuple(one.token_ids) for one in found)
+    assert set(counts) <= set(exact)
+    assert p_value(counts, exact) > UNLIKELY
+    assert p_value(counts, others) < UNLIKELY  # there are enough texts to tell
 
 
 def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
