@@ -12,7 +12,7 @@ from guided_spec.engine.request import Request, State
 class Scheduler:
     """First come, first served, as soon as a slot is free and the grammar is compiled.
 
-    No step looks at all that wait: these may be a hundred times as many as run.
+    A step looks at those that may begin, not at all that wait: a hundred times as many may.
 
     num_slots: requests that can run at once; the others wait.
     """

@@ -92,14 +92,14 @@ def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_p
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("width", [65, 130, 400])
+@pytest.mark.parametrize("width", [65, 130, 700])
 def test_short_prompts_are_graphs(batch: int, width: int) -> None:
     """A forward of few tokens takes the host longer to launch than the device to run."""
     window = CaptureWindow()
     lm = CausalLM(
         cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
         num_slots=batch,
-        max_length=500,
+        max_length=800,
         window=window,
     )
     source = torch.Generator().manual_seed(0)
