@@ -12,10 +12,10 @@ from typing import Any
 # Each has a ``main(device=...)`` that prints a table, and is a command of its own.
 KERNELS = MappingProxyType(
     {
-        "sampler": "benchmarks.sampler",
-        "drafting": "benchmarks.drafting",
-        "attention": "benchmarks.attention",
-        "forwards": "benchmarks.forwards",
+        "sampler": "benchmarks.kernels.sampler",
+        "drafting": "benchmarks.kernels.drafting",
+        "attention": "benchmarks.kernels.attention",
+        "forwards": "benchmarks.kernels.forwards",
     }
 )
 

@@ -152,7 +152,7 @@ class Walk:
 # Seconds, in all and for each walk that is done, after which other threads help with the walks that
 # are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
 # however many rows there are: the time tells, their number does not (``python -m
-# benchmarks.masks``; docs/performance/parts.md).
+# benchmarks.masks.walks``; docs/performance/parts.md).
 PATIENCE = 0.003
 SLOW_WALK = 0.00005
 WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one

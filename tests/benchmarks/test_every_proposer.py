@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.every_proposer import WITHOUT_HEADS, ProposerReport, write_with
-from benchmarks.schema_corpus import Instance, SchemaCase, load_cases
+from benchmarks.schemas.corpus import Instance, SchemaCase, load_cases
+from benchmarks.schemas.every_proposer import WITHOUT_HEADS, ProposerReport, write_with
 from guided_spec.proposers import PROPOSERS
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy
@@ -45,7 +45,7 @@ def test_every_text_is_valid(name: str) -> None:
 
 
 def test_what_is_not_valid_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.every_proposer.is_valid", lambda *_: False)
+    monkeypatch.setattr("benchmarks.schemas.every_proposer.is_valid", lambda *_: False)
     case = SchemaCase("one", "x", {"enum": ["a"]}, (Instance("a", valid=True),))
     report = write("none", [case, case._replace(id="two", schema={"type": "no type"})])
     assert report.invalid == ("one: '\"a\"'",)

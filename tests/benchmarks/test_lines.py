@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import attention, forwards, pieces
-from benchmarks.lines import num_blocks, places_of
+from benchmarks.kernels import attention, forwards, pieces
+from benchmarks.kernels.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.attention.slot_attention import KeyValues
 

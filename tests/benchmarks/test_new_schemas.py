@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.new_schemas import cases_of, follow, prepare
+from benchmarks.schemas.new import cases_of, follow, prepare
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.positions import PARTS, time_steps
+from benchmarks.masks.positions import PARTS, time_steps
 from guided_spec.config import EngineConfig
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.schema_corpus import Instance, SchemaCase, load_cases
-from benchmarks.schema_judge import KeyOrder
-from benchmarks.schemas import main
+from benchmarks.schemas.corpus import Instance, SchemaCase, load_cases
+from benchmarks.schemas.enforced import main
+from benchmarks.schemas.judge import KeyOrder
 from guided_spec.errors import ConfigError
 
 INTEGER = {"type": "integer"}

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import vllm_engine
 from benchmarks.turns import Turns
-from benchmarks.vllm_engine import WAYS, Soak, app, judge_soak, make_requests, rows
-from benchmarks.vllm_engine_child import (
+from benchmarks.vllm_engine import run as benchmark
+from benchmarks.vllm_engine.child import (
     Answer,
     DirectWriter,
     LlmWriter,
@@ -24,6 +23,7 @@ from benchmarks.vllm_engine_child import (
     run_all,
     run_soak,
 )
+from benchmarks.vllm_engine.run import WAYS, Soak, app, judge_soak, make_requests, rows
 from guided_spec import LLM
 from guided_spec.engine.setup import bundled_asset
 from tests.integrations.vllm.fake import install
@@ -65,11 +65,11 @@ class Hanging:
 
 def test_some_of_a_soak_are_cancelled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(llm.encode, 3, 8) * 20
-    monkeypatch.setattr("benchmarks.vllm_engine_child.LONGEST_WAIT", 0.01)
+    monkeypatch.setattr("benchmarks.vllm_engine.child.LONGEST_WAIT", 0.01)
     soak = asyncio.run(run_soak(LlmWriter(llm), requests, 8))
     cancelled = sum(one["cancelled"] for one in soak["answers"])
     assert 0 < cancelled < 30
-    monkeypatch.setattr("benchmarks.vllm_engine_child.CANCELLED_SHARE", 1.0)
+    monkeypatch.setattr("benchmarks.vllm_engine.child.CANCELLED_SHARE", 1.0)
     writer = Hanging()
     asyncio.run(run_soak(writer, requests[:3], 8))
     assert writer.cancelled == 3
@@ -214,7 +214,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         soak = {"seconds": 1.0, "answers": answers} if plan["soak"] else None
         return {"cells": [{**cell(1.0, *answers), "batch": 1}], "soak": soak, "version": "1"}
 
-    monkeypatch.setattr(vllm_engine, "_run", run)
+    monkeypatch.setattr(benchmark, "_run", run)
     output = tmp_path / "found.json"
     given = ["--model", bundled_asset("target"), "--eagle3", bundled_asset("eagle3")]
     given += ["--vllm-site", "/x", "--batches", "1", "--soak", "9", "--output", str(output)]

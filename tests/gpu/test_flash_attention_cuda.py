@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
-from benchmarks.lines import num_blocks, places_of
+from benchmarks.kernels.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.ops.attention import flash_attention as module

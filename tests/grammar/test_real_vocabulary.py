@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.budgets import Document, Times, documents_of, follow
-from benchmarks.schema_corpus import load_cases
+from benchmarks.schemas.budgets import Document, Times, documents_of, follow
+from benchmarks.schemas.corpus import load_cases
 from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schema_corpus import Instance, SchemaCase
-from benchmarks.schema_judge import Judge, random_text
+from benchmarks.schemas.corpus import Instance, SchemaCase
+from benchmarks.schemas.judge import Judge, random_text
 from guided_spec.errors import ConfigError, UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schema_corpus import load_cases
-from benchmarks.schema_judge import Judge, SchemaVerdict, random_text
-from benchmarks.schemas import summarize
+from benchmarks.schemas.corpus import load_cases
+from benchmarks.schemas.enforced import summarize
+from benchmarks.schemas.judge import Judge, SchemaVerdict, random_text
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import AutoBackend
 from guided_spec.grammar.schema.lower import lower

@@ -1,4 +1,4 @@
-"""What schemas that nobody has sent before cost who decodes: ``python -m benchmarks.new_schemas``.
+"""What schemas that nobody has sent before cost who decodes: ``python -m benchmarks.schemas.new``.
 
 Printed is this thread's CPU time. *Prepare*: the Python of a schema, native compiles aside, with
 its grammar's rules read here, and by a worker process. *A token*: of a text that is drafted five

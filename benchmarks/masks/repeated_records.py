@@ -1,4 +1,4 @@
-"""A workload of records of few kinds: ``python -m benchmarks.repeated_records FILE``.
+"""A workload of records of few kinds: ``python -m benchmarks.masks.repeated_records FILE``.
 
 Every kind has one wording and one schema, as the requests of one application have; the values
 differ. ``guided-spec bench --workload FILE --proposers ngram,suffix`` measures it.

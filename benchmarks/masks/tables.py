@@ -1,4 +1,4 @@
-"""What tables of schemas cost and save: ``python -m benchmarks.tables FILES``.
+"""What tables of schemas cost and save: ``python -m benchmarks.masks.tables FILES``.
 
 Every schema is compiled, its table is made, and both are walked along the same random texts: rows
 are compared and timed, on the matcher and on the table.
@@ -21,7 +21,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from benchmarks.schema_corpus import SchemaCase, load_cases
+from benchmarks.schemas.corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import GrammarError

@@ -1,4 +1,4 @@
-"""Whole texts within any budget, and what that costs: ``python -m benchmarks.completion``.
+"""Whole texts within any budget, and what that costs: ``python -m benchmarks.schemas.completion``.
 
 First many runs whose budgets lie between the shortest text of their grammar and 50 tokens more:
 how many are valid, and within their budgets. Then the right answers of the same documents, with

@@ -1,6 +1,6 @@
 """One way to run vLLM, in a process of its own.
 
-``python -m benchmarks.vllm_engine_child PLAN.json RESULT.json``:
+``python -m benchmarks.vllm_engine.child PLAN.json RESULT.json``:
 ``benchmarks.vllm_engine`` writes the plan, starts this and reads the result. A plan holds: way
 ("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3 (the
 head's folder), method (what it is), num_draft_tokens, max_model_len, memory_share, batches,

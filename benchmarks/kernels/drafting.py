@@ -1,4 +1,4 @@
-"""What a draft's token choice costs: ``python -m benchmarks.drafting``.
+"""What a draft's token choice costs: ``python -m benchmarks.kernels.drafting``.
 
 Times one choice for a batch, in torch and as it is dispatched (on CUDA: the kernels), on CUDA in a
 graph; beside it the time that reading its bytes alone would take.
@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.device_time import graph_seconds, read_bandwidth
+from benchmarks.kernels.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.ops.sampling.draft_choice import choose_draft, choose_draft_reference

@@ -1,4 +1,4 @@
-"""What the host does for a drafted position: ``python -m benchmarks.positions``.
+"""What the host does for a drafted position: ``python -m benchmarks.masks.positions``.
 
 Steps whose drafts a device draws under masks, without the device: it would draw the tokens of the
 right texts, which are told at once. So all of the time is the host's, and a device would wait for

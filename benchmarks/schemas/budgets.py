@@ -1,4 +1,4 @@
-"""Do budgets stand in the way of valid documents: ``python -m benchmarks.budgets FILES``.
+"""Do budgets stand in the way of valid documents: ``python -m benchmarks.schemas.budgets FILES``.
 
 Each valid instance of each schema is spelled in a tokenizer's own tokens and offered, token by
 token, to its grammar's matcher and to the same one behind a budget. Both fill their rows; with
@@ -21,7 +21,7 @@ import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from benchmarks.schema_corpus import SchemaCase, load_cases
+from benchmarks.schemas.corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.setup import bundled_asset

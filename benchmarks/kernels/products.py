@@ -1,4 +1,4 @@
-"""What a product with a weight costs: ``python -m benchmarks.products --device cuda``.
+"""What a product with a weight costs: ``python -m benchmarks.kernels.products --device cuda``.
 
 Times it with a weight in fp8, as it is and multiplied out first, and in bfloat16, by torch and by
 ``guided_spec.ops.linear.linear``; behind a norm each, as in a forward, and on CUDA in a graph over
@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.device_time import graph_seconds, read_bandwidth
+from benchmarks.kernels.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.linear import fp8_linear_triton
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, whole_matrix

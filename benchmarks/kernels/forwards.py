@@ -1,4 +1,4 @@
-"""What a target's verify forward costs: ``python -m benchmarks.forwards``.
+"""What a target's verify forward costs: ``python -m benchmarks.kernels.forwards``.
 
 Times the packed forward of models with random weights, output head included, in a CUDA graph;
 beside it what reading the weights takes that so many tokens need.
@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.device_time import graph_seconds, read_bandwidth, require_graphs
-from benchmarks.lines import places_of
+from benchmarks.kernels.device_time import graph_seconds, read_bandwidth, require_graphs
+from benchmarks.kernels.lines import places_of
 from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels

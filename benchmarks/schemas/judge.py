@@ -15,7 +15,7 @@ import jsonschema
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.schema_corpus import SchemaCase
+from benchmarks.schemas.corpus import SchemaCase
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,

@@ -1,4 +1,4 @@
-"""What attention over slots costs: ``python -m benchmarks.attention --device cuda``.
+"""What attention over slots costs: ``python -m benchmarks.kernels.attention --device cuda``.
 
 Times one layer's attention of verified drafts, apart from the model: the operator over the blocks
 of slots, which also writes the new keys and values, and torch's own attention with a mask over as
@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.device_time import graph_seconds
-from benchmarks.lines import num_blocks, places_of
+from benchmarks.kernels.device_time import graph_seconds
+from benchmarks.kernels.lines import num_blocks, places_of
 from guided_spec.cli.console import stdout
 from guided_spec.errors import ConfigError
 from guided_spec.models.attention import shape_free_kernels

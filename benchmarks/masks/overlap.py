@@ -1,4 +1,4 @@
-"""Does filling masks beside the forward pay? ``python -m benchmarks.overlap``.
+"""Does filling masks beside the forward pay? ``python -m benchmarks.masks.overlap``.
 
 Times one verify forward over K + 1 tokens a request together with filling the requests' mask rows
 and their upload: one after the other, and with the rows on a second thread. (That thread takes
@@ -15,8 +15,8 @@ import torch
 import typer
 from rich.table import Table
 
-from benchmarks.device_time import host_seconds
-from benchmarks.row_filling import RowFilling, Text
+from benchmarks.kernels.device_time import host_seconds
+from benchmarks.masks.row_filling import RowFilling, Text
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload

@@ -1,4 +1,4 @@
-"""Which way of filling mask rows costs least: ``python -m benchmarks.masks``.
+"""Which way of filling mask rows costs least: ``python -m benchmarks.masks.walks``.
 
 First one request: walk a persistent fork along the draft and roll it back (what ``Lookahead``
 does), fork anew and walk the copy, or hand the draft to xgrammar's own tree walk. Then many
@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.row_filling import Text, fill_table
+from benchmarks.masks.row_filling import Text, fill_table
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload

@@ -1,8 +1,8 @@
 """What attention costs where prompts are read beside texts that decode.
 
-``python -m benchmarks.pieces --flash-attention LIB``: one layer's attention in lines of a piece of
-a prompt and rows of drafts, by the kernels here and by FlashAttention 3. On CUDA each is a graph of
-several calls.
+``python -m benchmarks.kernels.pieces --flash-attention LIB``: one layer's attention in lines of a
+piece of a prompt and rows of drafts, by the kernels here and by FlashAttention 3. On CUDA each is a
+graph of several calls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.device_time import graph_seconds
 from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
-from benchmarks.lines import num_blocks, ragged_places
+from benchmarks.kernels.device_time import graph_seconds
+from benchmarks.kernels.lines import num_blocks, ragged_places
 from guided_spec.cli.console import stdout
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import Rows

@@ -11,7 +11,7 @@ import xgrammar
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.device_time import host_seconds
+from benchmarks.kernels.device_time import host_seconds
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.filler import RowFiller, Walk, cores

@@ -1,4 +1,4 @@
-"""How many real JSON schemas are enforced in full: ``python -m benchmarks.schemas FILES``.
+"""How many real JSON schemas are enforced in full: ``python -m benchmarks.schemas.enforced FILES``.
 
 Every schema is compiled, its instances are judged, and a model with random weights writes texts
 under it, which jsonschema then validates, formats included. An instance is judged as text, with
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from benchmarks.schema_corpus import load_cases
-from benchmarks.schema_judge import Judge, SchemaVerdict
+from benchmarks.schemas.corpus import load_cases
+from benchmarks.schemas.judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.document import GrammarLimits

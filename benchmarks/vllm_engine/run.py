@@ -234,7 +234,7 @@ def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
         asked.write_text(json.dumps({**plan, **own}), encoding="utf-8")
         environment = vllm_environment(where, [folder, *child.front]) | child.variables
         environment[VARIABLE] = way.features
-        command = [where.python or sys.executable, "-P", "-m", "benchmarks.vllm_engine_child"]
+        command = [where.python or sys.executable, "-P", "-m", "benchmarks.vllm_engine.child"]
         log = child.logs / f"vllm_engine_{label}.log"
         with log.open("w") as output:
             process = subprocess.Popen(

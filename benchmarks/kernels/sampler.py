@@ -1,4 +1,4 @@
-"""What the verify decision costs from logits on: ``python -m benchmarks.sampler``.
+"""What the verify decision costs from logits on: ``python -m benchmarks.kernels.sampler``.
 
 Times ``verify`` with its kernels, on CUDA in a graph, and as the reference composes it, launch by
 launch; beside it the time that one reading of the logits takes at the device's bandwidth.
@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.device_time import eager_seconds, graph_seconds, read_bandwidth
+from benchmarks.kernels.device_time import eager_seconds, graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys

@@ -1,4 +1,4 @@
-"""Is every text valid, whoever drafts it? ``python -m benchmarks.every_proposer FILES``.
+"""Is every text valid, whoever drafts it? ``python -m benchmarks.schemas.every_proposer FILES``.
 
 An engine over a model with random weights writes one text under each schema, once for each
 proposer, and jsonschema validates it, formats included. Random weights try what no trained model
@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.schema_corpus import SchemaCase, load_cases
+from benchmarks.schemas.corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput

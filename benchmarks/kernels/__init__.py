@@ -1,0 +1,1 @@
+"""What single kernels and forwards cost."""

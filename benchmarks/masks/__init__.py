@@ -1,0 +1,1 @@
+"""What masks cost who decodes, and what saves that."""

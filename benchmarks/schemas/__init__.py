@@ -1,0 +1,1 @@
+"""What becomes of real JSON schemas, and of budgets."""

@@ -1,0 +1,1 @@
+"""``LLM(engine="vllm")`` beside vLLM used directly."""

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.vllm_engine``: see ``run``."""
+
+from benchmarks.vllm_engine.run import app
+
+app()
