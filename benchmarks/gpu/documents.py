@@ -109,25 +109,21 @@ def _measure(
     batch, temperature = cases[0].batch, cases[0].temperature
     items = json_documents(num_documents(plan, batch))
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
-    engines, problems = dict[str, LLM](), dict[str, str]()
+    engines, found = list[tuple[int, LLM]](), [*cases]
     with ExitStack() as opened:
-        for case in cases:
+        for at, case in enumerate(cases):
             report(f"documents: {case.engine}, {batch} requests, temperature {temperature}")
             try:
                 llm = opened.enter_context(_make(subject, plan, case, items))
                 rehearse(llm, items, params)
-                engines[case.engine] = llm
+                engines.append((at, llm))
             except (GuidedSpecError, torch.OutOfMemoryError) as error:
-                problems[case.engine] = str(error)
-        turns = itertools.product(range(plan.repeats), engines.items())
-        timed = [(name, time_items(llm, items, params)) for _, (name, llm) in turns]
-    found = list[DocumentRun]()
-    for case in cases:
-        if case.engine in problems:
-            found.append(replace(case, problem=problems[case.engine]))
-        else:
-            runs = [run for name, run in timed if name == case.engine]
-            found.append(_judge(case, items, runs, texts))
+                found[at] = replace(case, problem=str(error))
+        rounds = [
+            [time_items(llm, items, params) for _, llm in engines] for _ in range(plan.repeats)
+        ]
+    for (at, _), *runs in zip(engines, *rounds, strict=True):
+        found[at] = _judge(cases[at], items, runs, texts)
     return found
 
 

@@ -231,9 +231,9 @@ class BlockRunner:
         return self._ahead.vocabulary
 
     def has_graph(self, size: int, count: int) -> bool:
-        """See ``DraftForward``: all tokens of all blocks go into one forward."""
+        """See ``DraftForward``."""
         assert self._ahead is not None
-        return self._ahead.graphs.has(size * (count + 1))
+        return _has_graph(self._ahead.graphs, size, count)
 
     def blank(self, size: int) -> Inputs:
         """See ``DraftForward``."""
@@ -423,7 +423,7 @@ class BlockGraphs:
             "places": pack_places((slots, self._reader.starts(slots, width)), size),
             "last": pad_rows(last, size),
         }
-        key = (width, size) if self._has_graph(size, width) else None
+        key = (width, size) if _has_graph(self._graphs, size, width) else None
         found: Tensor = self._graphs.run(key, inputs, partial(self._compute, width))
         return found[: len(slots)]
 
@@ -434,16 +434,18 @@ class BlockGraphs:
                 "places": pack_places([[], []], size),
                 "last": torch.zeros(size, dtype=torch.int64),
             }
-            key = (width, size) if self._has_graph(size, width) else None
+            key = (width, size) if _has_graph(self._graphs, size, width) else None
             if self._graphs.prepare(key, inputs, partial(self._compute, width)):
                 yield
-
-    def _has_graph(self, size: int, width: int) -> bool:
-        return self._graphs.has(size * (width + 1))
 
     def _compute(self, width: int, inputs: Inputs) -> Tensor:
         slots, starts = inputs["places"].unbind(0)
         return self._reader.outputs(slots, starts, inputs["last"], width)
+
+
+def _has_graph(graphs: GraphPool, size: int, width: int) -> bool:
+    """Whether ``size`` blocks have one: all their tokens go into one forward."""
+    return graphs.has(size * (width + 1))
 
 
 class PackedContextReader:
