@@ -23,10 +23,10 @@ from guided_spec.core import (
     PromptPiece,
     Proposer,
 )
-from guided_spec.engine.pace import Pace
+from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State, count_step
-from guided_spec.engine.scheduler import Scheduler
+from guided_spec.engine.scheduler import Load, Scheduler
 from guided_spec.engine.target import (
     SlotTarget,
     begin_alike,
@@ -53,22 +53,6 @@ class Piece(NamedTuple):
 
     request: Request
     tokens: PromptPiece
-
-
-class Load(NamedTuple):
-    """How busy an engine is.
-
-    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
-        a slot or of their grammar.
-    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model. The
-        prefix cache may hold text in the others until they are taken.
-    """
-
-    num_slots: int
-    running: int
-    waiting: int
-    num_blocks: int
-    used_blocks: int
 
 
 class Engine:
@@ -116,6 +100,8 @@ class Engine:
         self._may_run_ahead = is_alone and self._target.launches_at_once
         has_pace = not is_steady and config.num_draft_tokens > 0
         self._pace = Pace(config.num_draft_tokens) if has_pace else None
+        self._num_drafted = config.num_draft_tokens  # of the last step
+        self._ended: float | None = None  # when it did, if it is followed by another at once
 
     @property
     def has_work(self) -> bool:
@@ -152,6 +138,11 @@ class Engine:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
         yield from self.model.capture(self._layers, has_trees=self.config.tree_nodes > 0)
         yield from self._proposer.capture()
+
+    def measure(self) -> None:
+        """See what forwards take that were captured: how much is drafted goes by it."""
+        if self._pace is not None:
+            self._pace.times = ForwardTimes(self.model.forward_seconds(self._layers))
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -294,7 +285,7 @@ class Engine:
         left = [request.num_unread for request in unread]
         self._backlog = max(self._backlog, sum(left)) if left else 0
         if num_decoding:
-            num_own = num_decoding * (1 + self.config.num_draft_tokens)
+            num_own = num_decoding * (1 + self._num_drafted)
             known = (left, self._backlog, num_decoding, num_own, budget)
             budget = tokens_along(*known, self._window.sizes)
         pieces = self._next_pieces(unread, budget)
@@ -531,10 +522,11 @@ class Engine:
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
         pace, count = self._pace_of(requests), self.config.num_draft_tokens
+        num_read = sum(len(piece.tokens.token_ids) for piece in along)
         if pace is not None:
-            count = pace.num_draft_tokens(len(requests), is_reading=bool(along))
+            count = pace.num_draft_tokens(len(requests), num_read)
         batch = self._batch(requests, along, count)
-        started = time.perf_counter()
+        started, self._num_drafted = time.perf_counter(), count
         carry, self._carry = self._carry, None
         step = speculative_step(
             self._target,
@@ -548,10 +540,11 @@ class Engine:
             self._target.run_ahead(batch, step.accepted.token_ids)
         committed = self._commit(batch, step)
         count_step(requests, step, committed)
+        ended = time.perf_counter()
         if pace is not None:
-            has_read = bool(batch.prompts or batch.begun)
-            seconds = None if has_read else time.perf_counter() - started
-            pace.count(len(requests), sum(len(row.token_ids) for row in committed), seconds)
+            accepted = [row.num_accepted for row in committed]
+            seconds = ended - (started if self._ended is None else self._ended)
+            pace.count(StepTaken(count, num_read + len(batch.begun), accepted, seconds))
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -562,6 +555,7 @@ class Engine:
             if fills and request.state is State.DECODE:
                 self._remember(request, length)
         self._begin_decoding([piece.request for piece in along])
+        self._ended = ended if self._scheduler.running(State.DECODE) else None
 
     def _runs_ahead(self, batch: DecodeBatch, pace: Pace | None) -> bool:
         """Whether the next forward is known now: all texts get one token in this step and the next,

@@ -29,7 +29,6 @@ from guided_spec.engine.chat import (
     ChatStream,
 )
 from guided_spec.engine.choices import Chooser
-from guided_spec.engine.engine import Load
 from guided_spec.engine.outputs import (
     ChoiceOutput,
     Chunk,
@@ -48,6 +47,7 @@ from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.runner import Runner, Wanted, start_engine
+from guided_spec.engine.scheduler import Load
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.pipeline import GrammarCompileQueue

@@ -1,11 +1,15 @@
-"""Whether steps draft: what drafts bring, held against what it takes to make and to verify them.
+"""How many tokens steps draft: what drafts bring, held against what they take.
 
-Many texts at a time, or a head that a text is strange to, make drafts cost more than they save.
-Steps draft as long as half of what they draft is accepted. Where less is, a few steps without
-drafts show what those take, and the way that writes more tokens a second is gone for a while. Then
-the other one is tried again: texts change. Where prompts are read besides, each token costs time
-whoever's it is, and what a step takes tells nothing: there only drafts of which half is accepted
-are made.
+A step takes what its forward does, by its tokens, and what the host and the drafter do besides. The
+first is measured before the first step, where there are graphs of forwards; the second is seen step
+by step, and without such a table the first with it. What a draft brings is how many texts accept
+its first token, its second and so on. So it is known what each length of a draft would give and
+take, those that are not in use as well; a length that may be better, as far as is known, is tried
+for some steps.
+
+Steps that do nothing but decode take the length that writes most tokens a second. Where prompts are
+read in the same forward, each token of a draft costs more, and its time is worth what the best of
+the other steps would write in it.
 
 What a step drafts must not depend on other texts where a text depends on what it drafts: see
 docs/exactness.md. Who asks sees to that.
@@ -13,120 +17,254 @@ docs/exactness.md. Who asks sees to that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 from guided_spec.models.packed.graph_pool import ROW_SIZES, bucket
 
-FEW, SAMPLES = 4, 64  # steps of a trial at least, and texts that drafted in them
-SHORTEST, LONGEST = 64, 1024  # steps until the other way is tried again
-MARGIN = 1.05  # times as fast have steps without drafts to be
-FORGETS = 1 / 16  # weight of the last step in a mean
+FEW, SAMPLES = 4, 32  # steps of a trial at least, and texts in it where drafts get longer
+KNOWN = 2  # steps that tell what others take
+STRETCH = 16  # steps until lengths are compared again
+SHORTEST, LONGEST = 64, 1024  # steps until what was seen of the others is forgotten
+MARGIN = 1.05  # times as good has another length to be
+MEMORY = 256  # texts whose acceptance counts, and of steps STRETCH at least
+BESIDE = 16  # texts whose time a step takes by itself, beside its own: as measured on GPUs
 SOON = 1e-9  # seconds, where a clock shows none
 
 
-@dataclass(slots=True)
-class Mean:
-    """Of the last steps that went one way: their seconds, and the tokens that a text got in one."""
+class ForwardTimes:
+    """Seconds of forwards by their tokens, measured at some sizes; none where nothing was."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    tokens: float = 0.0
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._sizes = sorted(seconds)
+        self._seconds = [seconds[size] for size in self._sizes]
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    def of(self, num_tokens: int) -> float:
+        """On a line between two sizes, in proportion behind the last; 0 where there are none."""
+        if not self._sizes:
+            return 0.0
+        at = bisect_left(self._sizes, num_tokens)
+        if at == 0:
+            return self._seconds[0]
+        if at == len(self._sizes):
+            return self._seconds[-1] * num_tokens / self._sizes[-1]
+        low, high = self._sizes[at - 1], self._sizes[at]
+        share = (num_tokens - low) / (high - low)
+        return (1 - share) * self._seconds[at - 1] + share * self._seconds[at]
+
+
+class StepTaken(NamedTuple):
+    """A step that is done.
+
+    num_drafted: tokens of a draft at most. num_read: of prompts. accepted: [B] of each draft.
+    """
+
+    num_drafted: int
+    num_read: int
+    accepted: Sequence[int]
+    seconds: float
+
+
+class _Acceptance:
+    """Which share of the texts accepts the first token of a draft, the second and so on."""
+
+    def __init__(self, longest: int) -> None:
+        self._shares, self._seen = [1.0] * longest, [0] * longest
 
     @property
-    def speed(self) -> float:
-        """Tokens of a text in a second; of one step or more."""
-        return self.tokens / max(self.seconds, SOON)
+    def is_known(self) -> bool:
+        return self._seen[0] > 0
 
-    def add(self, seconds: float, tokens: float) -> None:
-        """One step more."""
-        self.steps += 1
-        weight = max(FORGETS, 1 / self.steps)
-        self.seconds += weight * (seconds - self.seconds)
-        self.tokens += weight * (tokens - self.tokens)
+    def add(self, num_drafted: int, accepted: Sequence[int]) -> None:
+        batch = len(accepted)
+        for at in range(num_drafted):
+            self._seen[at] = min(self._seen[at] + batch, max(MEMORY, STRETCH * batch))
+            share = sum(count > at for count in accepted) / batch
+            self._shares[at] += batch / self._seen[at] * (share - self._shares[at])
+
+    def forget(self, num_drafted: int) -> None:
+        """Of longer drafts than these."""
+        for at in range(num_drafted, len(self._seen)):
+            self._seen[at] = 0
+
+    def tokens(self, num_drafted: int) -> float:
+        """That a text gets; where nothing was seen it goes on as before, and well to begin with."""
+        total, share, before = 1.0, 1.0, 1.0
+        for at in range(num_drafted):
+            seen = self._shares[at] if self._seen[at] else share * share / max(before, SOON)
+            share, before = min(seen, share), share
+            total += share
+        return total
+
+
+class _Rest:
+    """Seconds of steps besides their forwards, by how many texts they had."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}  # of a text
+
+    def add(self, num_texts: int, seconds: float) -> None:
+        last = self._seen.setdefault(bucket(num_texts, ROW_SIZES), deque(maxlen=STRETCH))
+        last.append(max(seconds, 0.0) / (num_texts + BESIDE))
+
+    def of(self, num_texts: int, *, is_alike: bool) -> float | None:
+        """None where nothing is known. is_alike: whether other numbers of texts tell it as well."""
+        own = bucket(num_texts, ROW_SIZES)
+        known = [size for size, last in self._seen.items() if len(last) >= KNOWN]
+        nearest = min(known, key=lambda size: max(size, own) / min(size, own), default=own)
+        if nearest not in known or not (is_alike or nearest == own):
+            return None
+        return median(self._seen[nearest]) * (num_texts + BESIDE)
+
+    def forget(self, num_texts: int) -> None:
+        self._seen.pop(bucket(num_texts, ROW_SIZES), None)
 
 
 @dataclass(slots=True)
 class _Way:
-    """How steps of about as many texts go on. left: steps until that is asked again.
+    """How steps of about as many texts go on.
 
-    is_trial: only steps that tell what they take count. is_first: what the last way left to do is
-    done in the next step. wait: ``left`` of the next long stretch.
+    num_drafted: of each. left: steps until lengths are compared again. kept: the last length that
+    was better than others when its trial was over. unseen: steps since what was seen of the others
+    was forgotten. wait: until it is again, which is longer each time they are no better.
     """
 
-    drafts: bool = True
-    is_trial: bool = True
-    left: int = 0
-    is_first: bool = True
+    num_drafted: int
+    left: int
+    kept: int
+    unseen: int = 0
     wait: int = SHORTEST
-    gained: Mean = field(default_factory=Mean)  # of all steps with drafts; its seconds say nothing
-    drafted: Mean = field(default_factory=Mean)
-    plain: Mean = field(default_factory=Mean)
 
-    def turn(self, *, drafts: bool, left: int, is_trial: bool) -> None:
-        self.is_first = drafts != self.drafts
-        self.drafts, self.left, self.is_trial = drafts, left, is_trial
+    @property
+    def is_trial(self) -> bool:
+        return self.num_drafted != self.kept
 
 
 class Pace:
-    """Of the steps of one engine. num_draft_tokens: K of those that draft."""
+    """Of the steps of one engine. num_draft_tokens: of the longest draft, K.
 
-    def __init__(self, num_draft_tokens: int) -> None:
-        self._most = num_draft_tokens
-        self._ways: dict[int, _Way] = {}
+    times: of the target's forwards. lengths: that drafts may have.
+    """
 
-    def num_draft_tokens(self, num_texts: int, *, is_reading: bool = False) -> int:
-        """K of the next step, of so many texts; 0 where it drafts nothing.
+    def __init__(self, num_draft_tokens: int, times: ForwardTimes | None = None) -> None:
+        self.times = times or ForwardTimes({})
+        self.lengths = draft_lengths(num_draft_tokens)
+        self._acceptance = _Acceptance(num_draft_tokens)
+        self._ways: dict[tuple[int, bool], _Way] = {}
+        self._rest = {(k, reads): _Rest() for k in self.lengths for reads in (False, True)}
 
-        is_reading: whether prompts are read in it.
-        """
-        way, trial = self._way(num_texts), max(FEW, -(-SAMPLES // num_texts))
-        if is_reading:
-            if way.drafts and way.gained.steps >= trial and not self._is_good(way):
-                way.plain = Mean()
-                way.turn(drafts=False, left=trial, is_trial=True)
-        elif way.left == 0:
-            self._choose(way, trial)
-        return self._most if way.drafts else 0
+    def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
+        """Of the next step, of so many texts. num_read: tokens of prompts that are read in it."""
+        if num_read and not self.times:  # what it takes will tell nothing: this is no trial
+            way = self._way(num_texts, 0)
+            if way.left == 0 and not way.is_trial:
+                self._choose(way, num_texts, 0)
+            return way.kept
+        way = self._way(num_texts, num_read)
+        if way.left == 0:
+            self._choose(way, num_texts, num_read)
+        return way.num_drafted
 
     def stays_plain(self, num_texts: int) -> bool:
         """Whether the step is without drafts, and the next one of as many texts will be."""
-        way = self._way(num_texts)
-        return not way.drafts and way.left > 1
+        way = self._way(num_texts, 0)
+        return way.num_drafted == 0 and way.left > 1
 
-    def count(self, num_texts: int, num_tokens: int, seconds: float | None) -> None:
-        """That step is done. num_tokens: what its texts got. seconds: None where it did more."""
-        way = self._way(num_texts)
-        if way.drafts:
-            way.gained.add(0.0, num_tokens / num_texts)
-        if way.is_first:
-            way.is_first = False
+    def count(self, step: StepTaken) -> None:
+        """That step is done."""
+        batch, num_read = len(step.accepted), step.num_read if self.times else 0
+        way, tells = self._way(batch, num_read), num_read == step.num_read
+        self._acceptance.add(step.num_drafted, step.accepted)
+        if tells or not way.is_trial:
+            way.left, way.unseen = max(0, way.left - 1), way.unseen + 1
+        rest = self._rest.get((step.num_drafted, num_read > 0))
+        if tells and rest is not None:
+            rest.add(batch, step.seconds - self._forward(batch, step.num_drafted, num_read))
+
+    def _way(self, num_texts: int, num_read: int) -> _Way:
+        key = (bucket(num_texts, ROW_SIZES), num_read > 0)
+        if key not in self._ways:
+            longest = self.lengths[-1]
+            left = 0 if self._acceptance.is_known else max(FEW, -(-SAMPLES // num_texts))
+            self._ways[key] = _Way(longest, left, kept=longest)
+        return self._ways[key]
+
+    def _choose(self, way: _Way, num_texts: int, num_read: int) -> None:
+        now = way.num_drafted
+        if way.unseen >= way.wait:
+            way.unseen, way.wait = 0, min(2 * way.wait, LONGEST)
+            self._acceptance.forget(now)
+            for length in self.lengths:
+                if length != now:
+                    self._rest[length, num_read > 0].forget(num_texts)
+        if all(self._rest_of(*key, num_texts) is None for key in self._rest):
+            # No time was seen: prompts are read in each step. Then half of a draft has to count.
+            longest = self.lengths[-1]
+            is_good = self._acceptance.tokens(longest) - 1 >= longest / 2
+            way.kept = way.num_drafted = longest if is_good else 0
+            way.left = STRETCH
             return
-        if seconds is not None:
-            (way.drafted if way.drafts else way.plain).add(seconds, num_tokens / num_texts)
-        if seconds is not None or not way.is_trial:
-            way.left = max(0, way.left - 1)
-
-    def _way(self, num_texts: int) -> _Way:
-        return self._ways.setdefault(bucket(num_texts, ROW_SIZES), _Way())
-
-    def _is_good(self, way: _Way) -> bool:
-        """Whether half of a draft is accepted, as far as is known."""
-        gained = way.gained
-        return gained.steps == 0 or gained.tokens - 1 >= self._most / 2
-
-    def _choose(self, way: _Way, steps: int) -> None:
-        """steps: of a trial."""
-        drafted, plain = way.drafted, way.plain
-        if way.drafts and self._is_good(way) and not (way.is_trial and plain.steps):
-            way.plain, way.wait = Mean(), SHORTEST
-            way.turn(drafts=True, left=steps, is_trial=True)
-        elif not way.is_trial or plain.steps == 0:  # the other way is measured, perhaps anew
-            if way.drafts:
-                way.plain = Mean()
-            else:
-                way.gained, way.drafted = Mean(), Mean()
-            way.turn(drafts=not way.drafts, left=steps, is_trial=True)
+        best = self._best(now, num_texts, num_read)
+        if best == now:
+            way.left = STRETCH
+            if now != way.kept:
+                way.kept, way.wait = now, SHORTEST
         else:
-            drafts = drafted.speed * MARGIN >= plain.speed
-            way.turn(drafts=drafts, left=way.wait, is_trial=False)
-            way.wait = min(2 * way.wait, LONGEST)
+            way.left = FEW if best < now else max(FEW, -(-SAMPLES // num_texts))
+            way.num_drafted = best
+
+    def _best(self, now: int, num_texts: int, num_read: int) -> int:
+        """The best length, by what is known, unless it is hardly better than that of now."""
+        speeds = {length: self._speed(length, num_texts) for length in self.lengths}
+        if not num_read:
+            best = max(self.lengths, key=lambda length: speeds[length])
+            return best if speeds[best] > MARGIN * speeds[now] else now
+        worth = num_texts / max(speeds.values())  # seconds of a token that each text gets
+        taken = {length: self._seconds(length, num_texts, num_read) for length in self.lengths}
+        saved = {k: worth * self._acceptance.tokens(k) - taken[k] for k in self.lengths}
+        best = max(self.lengths, key=lambda length: saved[length])
+        return best if saved[best] - saved[now] > (MARGIN - 1) * taken[now] else now
+
+    def _speed(self, length: int, num_texts: int) -> float:
+        """Tokens a second of steps that read nothing."""
+        tokens = num_texts * self._acceptance.tokens(length)
+        return tokens / max(self._seconds(length, num_texts, 0), SOON)
+
+    def _seconds(self, length: int, num_texts: int, num_read: int) -> float:
+        """Of such a step; the least that it may take, where it was not seen."""
+        reads = num_read > 0
+        rest = self._rest_of(length, reads, num_texts)
+        if rest is None:
+            rest = self._rest_of(length, not reads, num_texts)
+        if rest is None:
+            # A draft takes some time to begin, and more for each token.
+            rest = max(
+                (self._rest_of(other, reads, num_texts) or 0.0)
+                * (min(1.0, length / other) if other else 1.0)
+                for other in self.lengths
+            )
+        return rest + self._forward(num_texts, length, num_read)
+
+    def _rest_of(self, length: int, reads: bool, num_texts: int) -> float | None:  # noqa: FBT001
+        # Without times it holds the forward, which grows otherwise.
+        return self._rest[length, reads].of(num_texts, is_alike=bool(self.times))
+
+    def _forward(self, num_texts: int, length: int, num_read: int) -> float:
+        own = num_texts * (length + 1)
+        # Prompts fill a graph up, drafts alone leave some of it unused.
+        return self.times.of(own + num_read if num_read else bucket(own))
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """The lengths that drafts may have, the shortest first: none, about half of the most, the most.
+
+    Each has to be tried, and one in between gives nearly what these do.
+    """
+    return tuple(sorted({0, -(-most // 2), most}))

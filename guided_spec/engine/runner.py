@@ -10,9 +10,10 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine.engine import Engine, Load
+from guided_spec.engine.engine import Engine
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
+from guided_spec.engine.scheduler import Load
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.pipeline import RequestGrammars

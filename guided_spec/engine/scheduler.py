@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from guided_spec.engine.request import Request, State
+
+
+class Load(NamedTuple):
+    """How busy an engine is.
+
+    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
+        a slot or of their grammar.
+    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model. The
+        prefix cache may hold text in the others until they are taken.
+    """
+
+    num_slots: int
+    running: int
+    waiting: int
+    num_blocks: int
+    used_blocks: int
 
 
 class Scheduler:

@@ -28,6 +28,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.pace import draft_lengths
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
@@ -488,6 +489,7 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         for _ in left:
             bar.update()
         captured = bar.n
+    engine.measure()
     length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.model.max_length)
     prompt = [0] * min(_WARM_PROMPT, length - 1)
     batches = sorted({min(size, engine.model.num_slots) for size in _WARM_BATCHES})
@@ -517,9 +519,11 @@ def _compile_kernels(engine: Engine) -> None:
         with engine.compiling():
             for _ in engine.capture():
                 pass
-        longest = engine.config.num_draft_tokens
-        batches = {1, engine.model.num_slots}
-        for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
+        lengths, batches = (
+            draft_lengths(engine.config.num_draft_tokens),
+            {1, engine.model.num_slots},
+        )
+        for batch, width, params in product(batches, lengths, _WARM_SAMPLINGS):
             for draft in _drafts_of_every_kind(engine.model, batch, width):
                 _verify_anything(engine, draft, params)
         launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,9 +109,11 @@ class PackedForm(NamedTuple):
                     return None
                 memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
+                tried = PackedLM(decoder, memory, tables)
+                if model.device.type == "cuda":
+                    _compile_ahead(partial(trial.feed, tried.forward))
                 if not _can_be_captured(decoder, memory, tables):
                     return None
-                tried = PackedLM(decoder, memory, tables)
                 trial.check_packed(tried.forward)
         except ModelError as error:
             if kernels == "packed":
@@ -269,6 +273,11 @@ class CausalLM:
             yield from self._packed.capture(hidden_layers, has_trees=has_trees)
 
     @torch.inference_mode()
+    def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
+        """What forwards take that ``capture`` captured, by their tokens, in seconds."""
+        return {} if self._packed is None else self._packed.forward_seconds(hidden_layers)
+
+    @torch.inference_mode()
     def keep_branch(self, slots: Sequence[int], starts: Sequence[int], path: Tensor) -> None:
         """Of the trees that a forward read, keep one branch each; of a packed model.
 
@@ -393,6 +402,17 @@ def _joined(memory: Sequence[KeyValues | None], states: Sequence[DeltaStates]) -
     """[L]: the memory of each layer, and the states in the places of those that have none."""
     left = iter(states)
     return [next(left) if kept is None else kept for kept in memory]
+
+
+def _compile_ahead(feed: Callable[[], None]) -> None:
+    """Compile the kernels of ``feed`` at once, which else come one after another.
+
+    What it cannot do without them fails where it is done with them.
+    """
+    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
+
+    with suppress(ModelError, RuntimeError), compiling_ahead():
+        feed()
 
 
 def _can_be_captured(

@@ -242,7 +242,8 @@ class MaskedDrafter:
         elif not turn.needs_host:
             draft.release()
         cursors = None if texts is None else texts.cursors
-        picker = _Picker(self, ticket, count, len(slots), buffers, sampling, noise, cursors)
+        length = self._head.length(count)  # behind ``count`` the device waits for nothing
+        picker = _Picker(self, ticket, length, len(slots), buffers, sampling, noise, cursors)
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
         beside = None if self.scores_at_once else begin
@@ -302,9 +303,9 @@ class _Scored(NamedTuple):
 class _Picker:
     """See ``guided_spec.models.packed.whole_drafts.Picker``.
 
-    depths: tokens of the draft. rows: those that are used. cursors: int64 [rows, 6] on the host,
-    see ``TabledTexts``; None where no text has a table. scored: what the tokens so far were drawn
-    from, where they are to be listed.
+    depths: tokens that the graph drafts. rows: those that are used. cursors: int64 [rows, 6] on the
+    host, see ``TabledTexts``; None where no text has a table. scored: what the tokens so far were
+    drawn from, where they are to be listed.
     """
 
     drafter: MaskedDrafter

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, Unpack
 
 from guided_spec.engine.chat import ChatOptions, ChatRequest
-from guided_spec.engine.engine import Load
 from guided_spec.engine.outputs import Chunk, OnError, Params
 from guided_spec.engine.prompt import Message, Prompt, Prompts
+from guided_spec.engine.scheduler import Load
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary

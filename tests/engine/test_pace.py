@@ -5,133 +5,208 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec import step
 from guided_spec.engine import engine, pace
-from guided_spec.engine.pace import Pace
+from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
 from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 K = 5
+SIZES = (1, 64, 128, 256, 512, 1024, 2048)
 
 
-class World(NamedTuple):
-    """tokens: that a text gets in a step with drafts. cost: seconds of it, where one without takes
-    one second."""
+@dataclass(frozen=True)
+class World:
+    """accepts: how likely the next token of a draft is accepted. forward: seconds for so many
+    tokens, and not less than for a hundred. text, token: seconds of a text, and of a token that is
+    drafted for it. uneven: by how much a step is quicker or slower than that.
+    """
 
-    tokens: float
-    cost: float
+    accepts: float
+    forward: float = 0.01
+    text: float = 0.1
+    token: float = 0.1
+    uneven: float = 0.0
 
-    def of(self, count: int) -> tuple[float, float]:
-        """Tokens and seconds of a step."""
-        return (self.tokens, self.cost) if count else (1.0, 1.0)
+    def tokens(self, drafted: int) -> float:
+        """That a text gets."""
+        return sum(self.accepts**at for at in range(drafted + 1))
+
+    def of_forward(self, num_tokens: int) -> float:
+        return self.forward * max(100, num_tokens)
+
+    def seconds(self, texts: int, drafted: int, read: int = 0) -> float:
+        own = texts * (self.text + drafted * self.token)
+        return self.of_forward(texts * (drafted + 1) + read) + own
+
+    @property
+    def times(self) -> ForwardTimes:
+        return ForwardTimes({size: self.of_forward(size) for size in SIZES})
 
 
 class Run(NamedTuple):
-    """Of many steps: how many drafted, the tokens of a text, and the seconds."""
+    """Of many steps: how many drafted so many tokens, the tokens of a text, and the seconds."""
 
-    drafted: int
+    drafted: Counter[int]
     tokens: float
     seconds: float
 
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
 
-def run(
-    one: Pace, world: World, steps: int, texts: int, reads: Callable[[int], bool] = lambda _: False
-) -> Run:
-    """reads: in which steps prompts are read besides, which takes any time."""
-    drafted, gained, took = 0, 0.0, 0.0
+
+def run(one: Pace, world: World, steps: int, texts: int, read: Sequence[int] = (0,)) -> Run:
+    """read: tokens of prompts, step by step, and again."""
+    dice, drafted, gained, took = random.Random(0), Counter[int](), 0.0, 0.0
     for at in range(steps):
-        count = one.num_draft_tokens(texts, is_reading=reads(at))
-        assert count in (0, K)
-        tokens, seconds = world.of(count)
-        told = None if reads(at) else seconds
-        one.count(texts, round(tokens * texts), told)
-        drafted, gained, took = drafted + (count > 0), gained + tokens, took + seconds
+        num_read = read[at % len(read)]
+        count = one.num_draft_tokens(texts, num_read)
+        accepted = [0] * texts
+        for text in range(texts):
+            while accepted[text] < count and dice.random() < world.accepts:
+                accepted[text] += 1
+        seconds = world.seconds(texts, count, num_read) * (1 + world.uneven * dice.uniform(-1, 1))
+        one.count(StepTaken(count, num_read, accepted, seconds))
+        drafted[count] += 1
+        gained, took = gained + 1 + sum(accepted) / texts, took + seconds
     return Run(drafted, gained, took)
 
 
-def test_good_drafts_are_made_in_every_step() -> None:
-    assert run(Pace(K), World(4.7, 4.0), 2000, 64).drafted == 2000
-    assert run(Pace(K), World(3.5, 1.4), 2000, 1).drafted == 2000
+GOOD = World(0.9, text=0.02, token=0.01)
+COSTLY = World(0.2, token=1.0)
 
 
-def test_drafts_that_cost_more_than_they_bring_are_left() -> None:
-    found = run(Pace(K), World(1.25, 2.5), 4000, 64)
-    assert found.drafted < 200
-    assert run(Pace(K), World(1.25, 2.5), 4000, 1).drafted < 700
+@pytest.mark.parametrize("times", [GOOD.times, None])
+def test_good_drafts_are_long(times: ForwardTimes | None) -> None:
+    assert run(Pace(K, times), GOOD, 2000, 16).drafted[K] > 1900
+    assert run(Pace(K, times), GOOD, 2000, 1).drafted[K] > 1900
 
 
-def test_drafts_that_bring_little_and_cost_less_are_made() -> None:
-    assert run(Pace(K), World(2.0, 1.4), 4000, 8).drafted > 3800
+@pytest.mark.parametrize("times", [COSTLY.times, None])
+def test_drafts_that_cost_more_than_they_bring_are_left(times: ForwardTimes | None) -> None:
+    assert run(Pace(K, times), COSTLY, 4000, 64).drafted[0] > 3800
+    assert run(Pace(K, times), World(0.1, token=9.0), 4000, 1).drafted[0] > 3300
+
+
+@pytest.mark.parametrize("has_times", [True, False])
+def test_a_length_in_between_is_taken(*, has_times: bool) -> None:
+    """256 texts: what more is drafted makes the forward longer by more than it brings."""
+    world = World(0.7, forward=0.3, text=1.0)
+    best = max((0, 3, 5), key=lambda k: world.tokens(k) / world.seconds(256, k))
+    assert best == 3
+    assert run(Pace(K, world.times if has_times else None), world, 2000, 256).drafted[3] > 1800
 
 
 def test_texts_change() -> None:
-    one = Pace(K)
-    run(one, World(1.0, 3.0), 1000, 32)
-    assert run(one, World(5.0, 3.0), 3000, 32).drafted > 1800
-    assert run(one, World(1.0, 3.0), 4000, 32).drafted < 700
+    one = Pace(K, GOOD.times)
+    run(one, COSTLY, 1000, 32)
+    assert run(one, GOOD, 4000, 32).drafted[0] < 1500
+    assert run(one, COSTLY, 4000, 32).drafted[0] > 3500
 
 
 def test_each_number_of_texts_goes_its_own_way() -> None:
-    one = Pace(K)
+    """Drafts are free as long as the forward is as long without."""
+    world, one = World(0.6, forward=1.0, token=0.0), Pace(K)
     for _ in range(50):
-        run(one, World(2.0, 1.2), 40, 1)
-        run(one, World(2.0, 3.0), 40, 64)
-    assert run(one, World(2.0, 1.2), 200, 1).drafted > 150
-    assert run(one, World(2.0, 3.0), 200, 64).drafted < 50
+        run(one, world, 40, 1)
+        run(one, world, 40, 256)
+    assert run(one, world, 200, 1).drafted[0] < 20
+    assert run(one, world, 200, 256).drafted[0] > 150
 
 
-def test_steps_that_read_prompts_draft_what_is_accepted() -> None:
-    assert run(Pace(K), World(4.7, 3.0), 500, 8, lambda _: True).drafted == 500
-    assert run(Pace(K), World(1.2, 1.1), 500, 8, lambda _: True).drafted == 8  # until it shows
-    found = run(Pace(K), World(1.0, 3.0), 4000, 8, lambda at: at % 3 > 0)
-    assert found.drafted < 400
+def test_where_prompts_are_read_each_token_has_its_price() -> None:
+    """Steps that read fill the device up; the others leave room for drafts, which are free."""
+    world, one = World(0.7, forward=1.0, text=0.0, token=0.0), Pace(K)
+    one.times = world.times
+    run(one, world, 400, 16, [0, 1000])
+    reads, others = (Counter[int]() for _ in range(2))
+    for _ in range(200):
+        others += run(one, world, 1, 16).drafted
+        reads += run(one, world, 1, 16, [1000]).drafted
+    assert others[K] > 150
+    assert reads[K] < 50
 
 
-def test_what_steps_take_that_read_prompts_tells_nothing() -> None:
-    one = Pace(K)
-    run(one, World(2.0, 100.0), 500, 8, lambda _: True)
-    assert run(one, World(2.0, 1.4), 4000, 8).drafted > 3700
+def test_without_times_steps_that_read_draft_what_others_do() -> None:
+    assert run(Pace(K), GOOD, 500, 8, [100]).drafted[K] == 500  # as most of it is accepted
+    assert run(Pace(K), World(0.3), 500, 8, [100]).drafted[0] > 400
+    assert run(Pace(K), COSTLY, 4000, 8, [0, 100, 100]).drafted[0] > 3500
 
 
 @given(st.lists(st.sampled_from([1, 8, 64]), max_size=200), st.data())
 def test_a_step_that_is_told_to_stay_plain_is_plain(texts: list[int], data: st.DataObject) -> None:
     one, told = Pace(K), dict[int, bool]()
     for count in texts:
-        draws = one.num_draft_tokens(count)
-        assert not (told.pop(count, False) and draws)
-        if draws == 0:
+        drawn = one.num_draft_tokens(count)
+        assert not (told.pop(count, False) and drawn)
+        if drawn == 0:
             told[count] = one.stays_plain(count)
         seconds = data.draw(st.sampled_from([1.0, 2.0]))
-        one.count(count, count, seconds)
+        one.count(StepTaken(drawn, 0, [0] * count, seconds))
 
 
-@given(st.floats(1, 6), st.floats(1, 5), st.sampled_from([1, 5, 64, 300]))
-def test_neither_way_alone_is_much_faster(brings: float, cost: float, texts: int) -> None:
-    found = run(Pace(K), World(brings, cost), 8000, texts)
-    best = max(1.0, brings / cost)
-    if brings - 1 >= K / 2:  # drafts are not doubted
-        best = brings / cost
-    assert found.tokens / found.seconds > best / (1.15 if texts > 1 else 1.25)
+WORLDS = st.builds(
+    World,
+    accepts=st.floats(0, 1),
+    forward=st.floats(0.01, 1),
+    text=st.floats(0, 1),
+    token=st.floats(0, 0.5),
+    uneven=st.sampled_from([0.0, 0.2]),
+)
+
+
+@given(data=st.data(), world=WORLDS, texts=st.sampled_from([1, 5, 64, 300]))
+@settings(max_examples=40)
+def test_no_length_alone_is_much_faster(data: st.DataObject, world: World, texts: int) -> None:
+    times = data.draw(st.sampled_from([world.times, None]))
+    found = run(Pace(K, times), world, 4000, texts)
+    best = max(world.tokens(count) / world.seconds(texts, count) for count in draft_lengths(K))
+    assert found.speed > best / (1.15 if texts > 1 else 1.3)
+
+
+@given(st.dictionaries(st.integers(1, 3000), st.floats(0.001, 1), min_size=1), st.integers(1, 9000))
+def test_times_of_forwards(seconds: dict[int, float], num_tokens: int) -> None:
+    times, sizes = ForwardTimes(seconds), sorted(seconds)
+    assert [times.of(size) for size in sizes] == pytest.approx([seconds[size] for size in sizes])
+    around = [size for size in sizes if size <= num_tokens][-1:]
+    around += [size for size in sizes if size >= num_tokens][:1]
+    found = times.of(num_tokens)
+    if num_tokens > sizes[-1]:
+        assert found == pytest.approx(seconds[sizes[-1]] * num_tokens / sizes[-1])
+    else:
+        assert min(seconds[size] for size in around) <= found * (1 + 1e-9)
+        assert found <= max(seconds[size] for size in around) * (1 + 1e-9)
+
+
+def test_lengths_of_drafts() -> None:
+    assert [draft_lengths(most) for most in (1, 2, 3, 5, 8)] == [
+        (0, 1),
+        (0, 1, 2),
+        (0, 2, 3),
+        (0, 3, 5),
+        (0, 4, 8),
+    ]
 
 
 @pytest.fixture
 def by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps draft or do not, by chance; returns how many draft tokens each might have."""
-    dice, counts, own = random.Random(0), list[int](), Pace.num_draft_tokens
+    """Steps draft as much as chance says; returns how much each does."""
+    dice, counts = random.Random(0), list[int]()
 
-    def num_draft_tokens(one: Pace, num_texts: int, *, is_reading: bool = False) -> int:
-        counts.append(dice.choice([0, own(one, num_texts, is_reading=is_reading)]))
+    def num_draft_tokens(one: Pace, *_: int) -> int:
+        counts.append(dice.choice(one.lengths))
         return counts[-1]
 
     monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
@@ -143,7 +218,7 @@ def test_the_texts_are_the_same(by_chance: list[int], proposer: str) -> None:
     draft = near_copy("llama") if "draft_model" in proposer else None
     found = generate("llama", proposer, draft, max_batch_size=3, drafting="auto")
     assert tokens(found) == tokens(plain("llama"))
-    assert len({*by_chance}) == 2
+    assert len({*by_chance}) == 3
 
 
 @pytest.mark.parametrize(
@@ -198,7 +273,7 @@ def test_the_law_does_not_depend_on_it(
         exact = law(llm, params)
         found = [one.completions[0] for one in llm.generate([PROMPT] * NUM_SEEDS, params)]
         others = law(llm, sampled(seed=None, temperature=1.6))
-    assert len({*by_chance}) == 2
+    assert len({*by_chance}) == 3
     assert sum(sum(one.stats.accepted) for one in found) > 0
     counts = Counter(tuple(one.token_ids) for one in found)
     assert set(counts) <= set(exact)
@@ -222,4 +297,4 @@ def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPa
         (output,) = llm.generate("A", params)
     stats = output.completions[0].stats
     assert sum(stats.accepted) < stats.steps  # it knows nothing of this target
-    assert 60 < stats.drafted[0] < 200
+    assert 20 < stats.drafted[0] < 100

@@ -8,7 +8,7 @@ stay where they are, so that a CUDA graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from warnings import catch_warnings
@@ -100,6 +100,15 @@ class LayerNorms(NamedTuple):
         return cls(behind, Norm.of(inner), Norm.of(fed))
 
 
+class _Block(NamedTuple):
+    """A layer and what stands around it. outer: the norm behind it."""
+
+    layer: Layer
+    rotation: Rotation
+    norms: LayerNorms
+    outer: Norm
+
+
 class PackedDecoder:
     """See the module's docstring; made by ``of``.
 
@@ -117,14 +126,21 @@ class PackedDecoder:
         self.device: torch.device = model.device
         self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
-        layers = decoder.layers
-        self._layers: list[Layer] = [
-            _packed(layer, window) for layer, window in zip(layers, windows, strict=True)
+        layers, rotations = decoder.layers, _rotations(model, decoder, max_length)
+        self._first, *outer = (Norm.of(layer.input_layernorm) for layer in layers)
+        self._blocks = [
+            _Block(_packed(layer, window), rotation, LayerNorms.of(layer), norm)
+            for layer, window, rotation, norm in zip(
+                *(layers, windows, rotations, [*outer, Norm.of(decoder.norm)]), strict=True
+            )
         ]
-        # Norm i stands before layer i, the last one behind all layers.
-        self._norms = [*(Norm.of(layer.input_layernorm) for layer in layers), Norm.of(decoder.norm)]
-        self._inner_norms = [LayerNorms.of(layer) for layer in layers]
-        self._rotations = _rotations(model, decoder, max_length)
+        kinds = {
+            _kind(layer, window, rotation): at
+            for at, (layer, window, rotation) in enumerate(
+                zip(layers, windows, rotations, strict=True)
+            )
+        }
+        self._one_of_each = sorted(kinds.values())
 
     @classmethod
     def of(
@@ -146,21 +162,35 @@ class PackedDecoder:
         hidden_layers: as of ``CausalLM.forward``.
         """
         with using_few_experts(self._config):
-            return self._forward(token_ids, places, memory, hidden_layers)
+            states, inputs = self._through(self._blocks, token_ids, places, memory)
+        captured = [states if index < 0 else inputs[index] for index in hidden_layers]
+        return PackedOutput(states, torch.cat(captured, -1) if captured else None)
 
-    def _forward(
+    def launch_kinds(
         self,
         token_ids: Tensor,
         places: SlotPlaces,
         memory: Sequence[LayerStates],
-        hidden_layers: Sequence[int],
-    ) -> PackedOutput:
+        hidden_layers: Sequence[int] = (),
+    ) -> None:
+        """Launch each kernel of such a ``forward`` once: one layer of each kind has them all."""
+        blocks, kept = ([one[at] for at in self._one_of_each] for one in (self._blocks, memory))
+        with using_few_experts(self._config):
+            states, _ = self._through(blocks, token_ids, places, kept)
+        if hidden_layers:
+            torch.cat([states] * len(hidden_layers), -1)
+
+    def _through(
+        self,
+        blocks: Sequence[_Block],
+        token_ids: Tensor,
+        places: SlotPlaces,
+        memory: Sequence[LayerStates],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What is behind the last norm, and before each block and behind them all."""
         residual: Tensor = self._embed(token_ids)
-        normed, inputs = rms_norm(residual, *self._norms[0]), []
-        for layer, rotation, kept, norms, outer in zip(
-            *(self._layers, self._rotations, memory, self._inner_norms, self._norms[1:]),
-            strict=True,
-        ):
+        normed, inputs = rms_norm(residual, *self._first), []
+        for (layer, rotation, norms, outer), kept in zip(blocks, memory, strict=True):
             inputs.append(residual)
             change = layer.attend(normed, rotation, kept, places)
             change = change if norms.attended is None else rms_norm(change, *norms.attended)
@@ -168,9 +198,7 @@ class PackedDecoder:
             change = layer.feed(normed)
             change = change if norms.fed is None else rms_norm(change, *norms.fed)
             residual, normed = add_rms_norm(change, residual, *outer)
-        inputs.append(residual)
-        captured = [normed if index < 0 else inputs[index] for index in hidden_layers]
-        return PackedOutput(normed, torch.cat(captured, -1) if captured else None)
+        return normed, [*inputs, residual]
 
     def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
         """Empty states of the layers that keep one a slot, in their order.
@@ -179,9 +207,9 @@ class PackedDecoder:
         """
         like = self._embed.weight.detach().new_empty(0)
         return [
-            DeltaStates.empty(layer.shape, num_slots, longest_draft, like)
-            for layer in self._layers
-            if isinstance(layer, PackedDelta)
+            DeltaStates.empty(block.layer.shape, num_slots, longest_draft, like)
+            for block in self._blocks
+            if isinstance(block.layer, PackedDelta)
         ]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -232,6 +260,16 @@ def _packed(layer: Any, window: int | None) -> Layer:
     if hasattr(layer, "linear_attn"):
         return PackedDelta(layer.linear_attn, layer.mlp)
     return PackedLayer(layer.self_attn, layer.mlp, window)
+
+
+def _kind(layer: Any, window: int | None, rotation: Rotation) -> Hashable:
+    """The same for layers whose forwards launch the same kernels."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    tensors = tuple(
+        (name, tensor.dtype, tensor.shape, tensor.stride())
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+    )
+    return window, rotation.cos.shape, modules, tensors
 
 
 def _fits(layer: Any) -> bool:

@@ -151,18 +151,37 @@ class GraphPool:
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
+        kinds: Callable[[Inputs], Any] | None = None,
     ) -> bool:
         """Capture what ``run`` would at its first call with ``key``; ``body`` runs several times.
 
         For a body that may not run with the inputs of the first call: these are others.
+        kinds: launches each kernel of ``body`` once, in less time; None: ``body`` does.
 
         Returns whether it is to have a graph.
         """
+        kinds = kinds or body
         if key is None or self._window.stage is Stage.COMPILE:
-            body({**upload(inputs, self.device), **fixed})
+            kinds({**upload(inputs, self.device), **fixed})
         else:
-            self._captured[key] = self._capture(inputs, body, fixed)
+            self._captured[key] = self._capture(inputs, body, fixed, kinds)
         return key is not None
+
+    def seconds(self, key: Hashable) -> float | None:
+        """What a replay takes on the device; None where there is no such graph.
+
+        Of what the graph was captured with, so it is for those that leave everything as it is then.
+        """
+        found = self._captured.get(key)
+        if found is None or found.graph is None:
+            return None
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        found.graph.replay()  # the first one brings it to the device
+        began.record()
+        found.graph.replay()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1000
 
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
@@ -225,7 +244,13 @@ class GraphPool:
         finally:
             launched.result()
 
-    def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
+    def _capture(
+        self,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs,
+        kinds: Callable[[Inputs], Any],
+    ) -> Captured:
         static = {
             name: torch.empty_like(value, device=self.device).copy_(value)
             for name, value in inputs.items()
@@ -237,7 +262,7 @@ class GraphPool:
         self._stream.wait_stream(current)
         # Not by ``torch.cuda.graph``: it gives memory back before each capture, and there are many.
         with torch.cuda.stream(self._stream):
-            body(given)  # kernels are loaded, and libraries set up
+            kinds(given)  # kernels are loaded, and libraries set up
             with _no_collection():
                 # Other threads may use the device meanwhile: mask rows have a stream of their own.
                 graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")

@@ -34,6 +34,7 @@ from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 MOST_GROUPS = 8
 SHARED_FROM = 8
 WORTH_SHARING = 16_384
+FEW = 128  # tokens of a forward that takes hardly longer than one of a token
 
 
 class Rows(NamedTuple):
@@ -340,20 +341,41 @@ class PackedLM:
             if is_tree:
                 inputs["tree"] = torch.from_numpy(none.grown(size))
             key = (shape, layers) if graphs.has(size) else None
-            body = partial(self._compute, shape.width, layers, fits=shape.is_long)
-            if graphs.prepare(key, inputs, body):
+            body, kinds = (
+                partial(compute, shape.width, layers, fits=shape.is_long)
+                for compute in (self._compute, self._launch_kinds)
+            )
+            if graphs.prepare(key, inputs, body, kinds=kinds):
                 yield
+
+    def forward_seconds(self, layers: tuple[int, ...]) -> dict[int, float]:
+        """See ``CausalLM.forward_seconds``: of some sizes, small ones being nearly alike."""
+        if self._graphs is None:
+            return {}
+        timed = [size for size in self._graphs.sizes if size > FEW or size.bit_count() == 1]
+        shapes = [LineShape.of(size, 0, self._room, self._graphs.sizes) for size in timed]
+        found = {shape.size: self._graphs.seconds((shape, layers)) for shape in shapes}
+        return {size: seconds for size, seconds in found.items() if seconds is not None}
 
     def _compute(
         self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
     ) -> tuple[Tensor, Tensor | None]:
-        token_ids = inputs["token_ids"]
-        lines = split_places(inputs["places"], len(token_ids))
-        shared = None
+        where = self._where(width, inputs, fits=fits)
+        output = self._decoder.forward(inputs["token_ids"], where, self.memory, layers)
+        return output.states, output.hidden_states
+
+    def _launch_kinds(
+        self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
+    ) -> None:
+        """As of ``PackedDecoder``, of such a ``_compute``."""
+        where = self._where(width, inputs, fits=fits)
+        self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
+
+    def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotPlaces:
+        size = len(inputs["token_ids"])
+        lines, shared = split_places(inputs["places"], size), None
         if "shared" in inputs:
-            shared = SharedPositions(*split_places(inputs["shared"], len(token_ids)))
+            shared = SharedPositions(*split_places(inputs["shared"], size))
         tree = inputs["tree"].view(2, -1) if "tree" in inputs else None
         tables, most = self._tables.tables, self._tables.max_length
-        where = SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree, fits=fits)
-        output = self._decoder.forward(token_ids, where, self.memory, layers)
-        return output.states, output.hidden_states
+        return SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree, fits=fits)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.packed.graph_pool import (
@@ -128,6 +129,15 @@ class WholeDrafts:
         self._graphs, self._forward = graphs, forward
         self.row_sizes = row_sizes(num_slots)
         self.scores_at_once = forward.scores_at_once
+        self._lengths = set[int]()  # of the drafts that were captured beforehand
+
+    def length(self, count: int) -> int:
+        """Tokens that the graph for a draft of ``count`` tokens makes.
+
+        One for each number of them would take seconds to capture, where a step of a head takes a
+        quarter of a millisecond.
+        """
+        return min((one for one in self._lengths if one >= count), default=count)
 
     @torch.inference_mode()
     def draft_greedily(
@@ -141,7 +151,7 @@ class WholeDrafts:
         On CUDA the next such draft overwrites the result.
         """
         best: Tensor = self._run(_Best(self._forward.vocabulary), slots, count, given)
-        return best[: len(slots)]
+        return best[: len(slots), :count]
 
     @torch.inference_mode()
     def draft_by(
@@ -152,7 +162,7 @@ class WholeDrafts:
         given: Tensor | None,
         beside: Callable[[], None] | None,
     ) -> None:
-        """Draft ``count`` tokens that ``picker`` picks.
+        """Draft ``count`` tokens that ``picker`` picks, or as many as ``length`` says.
 
         given: as of ``draft_greedily``. beside: what the picker waits for while it is launched.
         """
@@ -172,6 +182,7 @@ class WholeDrafts:
 
         Where it would be too large, only its kernels are made ready.
         """
+        self._lengths.add(count)
         key = (picker.key, count, *([given] if given else []), size)
         inputs = {**self._forward.blank(size), **picker.inputs(key, size), "places": _still(size)}
         if given:
@@ -187,9 +198,13 @@ class WholeDrafts:
         given: Tensor | None,
         beside: Callable[[], None] | None = None,
     ) -> Any:
-        size, body = bucket(len(slots), ROW_SIZES), partial(self._draft, picker, count)
+        size, count = bucket(len(slots), ROW_SIZES), self.length(count)
+        body = partial(self._draft, picker, count)
         start = self._forward.begin_draft(slots, count)
-        fed = dict(start.fed) if given is None else {**start.fed, "given": given}
+        fed = dict(start.fed)
+        if given is not None:
+            given = functional.pad(given, (0, count - given.shape[1]), value=-1)
+            fed["given"] = given
         inputs = {name: pad_rows(value, size) for name, value in fed.items()}
         key = (picker.key, count, *(() if given is None else given.shape[1:]), size)
         inputs |= picker.inputs(key, size)
@@ -207,7 +222,7 @@ class WholeDrafts:
 
         def pick(depth: int, logits: Tensor) -> Tensor:
             picked.append(picker.pick(ticket, inputs, depth, logits))
-            if given is None or depth >= given.shape[1]:
+            if given is None:
                 return picked[-1]
             return torch.where(given[:, depth] < 0, picked[-1], given[:, depth])
 

@@ -226,6 +226,8 @@ class StockDecoder:
         hidden = torch.cat(captured, -1)[0] if captured else None
         return PackedOutput(output.last_hidden_state[0], hidden)
 
+    launch_kinds = forward  # which of its layers launch the same kernels is not known
+
     def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
         """None: all of its layers attend."""
         del num_slots, longest_draft

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +116,14 @@ ROUGH_ERROR = 0.1  # of the median token: half precision takes some of them to o
 Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 
 
+class _Piece(NamedTuple):
+    """Of the first tokens. keep: [B], how many of each row stay."""
+
+    inputs: SlotInputs
+    kind: LogitsKind
+    keep: list[int]
+
+
 class SlotTrial:
     """The trial of one model over its slots, which it writes to: no text may be in them yet.
 
@@ -172,6 +180,13 @@ class SlotTrial:
             found = forward(self._at_the_end(), "all").logits
             self._require_close(found, expected, "in packed form, at the end of a slot,")
 
+    def feed(self, forward: Forward) -> None:
+        """What ``check_packed`` feeds, without a look at what comes out: for its kernels."""
+        for piece in self._pieces():
+            forward(piece.inputs, piece.kind)
+        if self._full is not None:
+            forward(self._at_the_end(), "all")
+
     def _forward_viewing(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
         """The last piece over all columns of the slots, the others over as few as can be."""
         view = self._length if logits == "all" else min(self._first.shape[1] + 1, self._length)
@@ -182,6 +197,20 @@ class SlotTrial:
     ) -> None:
         assert self._own is not None
         found, expected = [], []
+        for piece in self._pieces():
+            logits = forward(piece.inputs, piece.kind).logits
+            if commit is not None:
+                commit(piece.keep)
+            if logits is not None:
+                for row, keep in enumerate(piece.keep):
+                    scored = logits[row, :keep]
+                    end = piece.inputs.starts[row] + keep
+                    found.append(scored)
+                    expected.append(self._own[row, end - len(scored) : end])
+        if found:
+            self._require_close(torch.cat(found), torch.cat(expected), where)
+
+    def _pieces(self) -> Iterator[_Piece]:
         starts = [0] * len(self._rows)
         for kind, staying, others in PIECES:
             ends = [min(s + n, self._first.shape[1]) for s, n in zip(starts, staying, strict=False)]
@@ -194,17 +223,8 @@ class SlotTrial:
             fed = torch.zeros(len(starts), max(counts) + PADDING, dtype=torch.int64)
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 fed[row, : end - start] = self._first[row, start:end]
-            logits = forward(SlotInputs(fed, self._rows, starts, counts), kind).logits
-            if commit is not None:
-                commit(keep)
-            if logits is not None:
-                for row, end in enumerate(ends):
-                    scored = logits[row, : keep[row]]
-                    found.append(scored)
-                    expected.append(self._own[row, end - len(scored) : end])
+            yield _Piece(SlotInputs(fed, self._rows, starts, counts), kind, keep)
             starts = ends
-        if found:
-            self._require_close(torch.cat(found), torch.cat(expected), where)
 
     def _at_the_end(self) -> SlotInputs:
         return SlotInputs(self._last, self._rows[:1], [self._length - NUM_LAST], [NUM_LAST])
