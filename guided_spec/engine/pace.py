@@ -192,7 +192,7 @@ class Pace:
         key = (bucket(num_texts, ROW_SIZES), num_read > 0)
         if key not in self._ways:
             longest = self.lengths[-1]
-            left = 0 if self._acceptance.is_known else max(FEW, -(-SAMPLES // num_texts))
+            left = 0 if self._acceptance.is_known else max(STRETCH, -(-SAMPLES // num_texts))
             self._ways[key] = _Way(longest, left, kept=longest)
         return self._ways[key]
 
