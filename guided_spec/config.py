@@ -35,9 +35,9 @@ class EngineConfig:
     tree_nodes: tokens of a draft that is a tree at most, 0 to 63: besides the draft itself, the
         best legal branches that its head or model knows, where a step has few requests
         (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
-    drafting: "auto" leaves drafts where few are accepted and steps without write more tokens a
-        second, but for texts that are sampled under "rejection" by a seed that was given. "always"
-        drafts in every step.
+    drafting: "auto" drafts as much as writes most tokens a second, down to nothing, but for texts
+        that are sampled under "rejection" by a seed that was given. "always" drafts
+        ``num_draft_tokens`` in every step.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own

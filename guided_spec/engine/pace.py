@@ -30,7 +30,8 @@ FEW, SAMPLES = 4, 32  # steps of a trial at least, and texts in it where drafts 
 KNOWN = 2  # steps that tell what others take
 STRETCH = 16  # steps until lengths are compared again
 SHORTEST, LONGEST = 64, 1024  # steps until what was seen of the others is forgotten
-MARGIN = 1.05  # times as good has another length to be
+MARGIN = 1.1  # times as fast have steps of another length to be
+GAIN = 0.03  # of a step that reads prompts has another length to save
 MEMORY = 256  # texts whose acceptance counts, and of steps STRETCH at least
 BESIDE = 16  # texts whose time a step takes by itself, beside its own: as measured on GPUs
 SOON = 1e-9  # seconds, where a clock shows none
@@ -142,10 +143,6 @@ class _Way:
     unseen: int = 0
     wait: int = SHORTEST
 
-    @property
-    def is_trial(self) -> bool:
-        return self.num_drafted != self.kept
-
 
 class Pace:
     """Of the steps of one engine. num_draft_tokens: of the longest draft, K.
@@ -157,62 +154,68 @@ class Pace:
         self.times = times or ForwardTimes({})
         self.lengths = draft_lengths(num_draft_tokens)
         self._acceptance = _Acceptance(num_draft_tokens)
-        self._ways: dict[tuple[int, bool], _Way] = {}
-        self._rest = {(k, reads): _Rest() for k in self.lengths for reads in (False, True)}
+        self._ways: dict[int, _Way] = {}
+        self._rest = {length: _Rest() for length in self.lengths}
+        self._rest_beside_prompts = _Rest()
+        self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
         """Of the next step, of so many texts. num_read: tokens of prompts that are read in it."""
-        if num_read and not self.times:  # what it takes will tell nothing: this is no trial
-            way = self._way(num_texts, 0)
-            if way.left == 0 and not way.is_trial:
-                self._choose(way, num_texts, 0)
-            return way.kept
-        way = self._way(num_texts, num_read)
+        way = self._way(num_texts)
+        if num_read:
+            self._refresh(way, num_texts)
+            return self._beside_prompts(way.kept, num_texts, num_read)
         if way.left == 0:
-            self._choose(way, num_texts, num_read)
+            self._refresh(way, num_texts)
+            self._choose(way, num_texts)
         return way.num_drafted
 
     def stays_plain(self, num_texts: int) -> bool:
         """Whether the step is without drafts, and the next one of as many texts will be."""
-        way = self._way(num_texts, 0)
+        way = self._way(num_texts)
         return way.num_drafted == 0 and way.left > 1
 
     def count(self, step: StepTaken) -> None:
         """That step is done."""
-        batch, num_read = len(step.accepted), step.num_read if self.times else 0
-        way, tells = self._way(batch, num_read), num_read == step.num_read
+        batch, has_read = len(step.accepted), self._last.num_read > 0
+        way, self._last = self._way(batch), step
+        way.unseen += 1
         self._acceptance.add(step.num_drafted, step.accepted)
-        if tells or not way.is_trial:
-            way.left, way.unseen = max(0, way.left - 1), way.unseen + 1
-        rest = self._rest.get((step.num_drafted, num_read > 0))
-        if tells and rest is not None:
-            rest.add(batch, step.seconds - self._forward(batch, step.num_drafted, num_read))
+        rest = self._rest.get(step.num_drafted)
+        if step.num_read:
+            rest = self._rest_beside_prompts if self.times else None
+        else:
+            way.left = max(0, way.left - 1)
+        if rest is None:
+            return
+        # The drafter reads a prompt in the step behind, which tells less than others.
+        if step.num_read or not has_read or rest.of(batch, is_alike=False) is None:
+            own = self._forward(batch, step.num_drafted, step.num_read)
+            rest.add(batch, step.seconds - own)
 
-    def _way(self, num_texts: int, num_read: int) -> _Way:
-        key = (bucket(num_texts, ROW_SIZES), num_read > 0)
+    def _way(self, num_texts: int) -> _Way:
+        key = bucket(num_texts, ROW_SIZES)
         if key not in self._ways:
             longest = self.lengths[-1]
             left = 0 if self._acceptance.is_known else max(STRETCH, -(-SAMPLES // num_texts))
             self._ways[key] = _Way(longest, left, kept=longest)
         return self._ways[key]
 
-    def _choose(self, way: _Way, num_texts: int, num_read: int) -> None:
-        now = way.num_drafted
-        if way.unseen >= way.wait:
-            way.unseen, way.wait = 0, min(2 * way.wait, LONGEST)
-            self._acceptance.forget(now)
-            for length in self.lengths:
-                if length != now:
-                    self._rest[length, num_read > 0].forget(num_texts)
-        if all(self._rest_of(*key, num_texts) is None for key in self._rest):
-            # No time was seen: prompts are read in each step. Then half of a draft has to count.
-            longest = self.lengths[-1]
-            is_good = self._acceptance.tokens(longest) - 1 >= longest / 2
-            way.kept = way.num_drafted = longest if is_good else 0
-            way.left = STRETCH
+    def _refresh(self, way: _Way, num_texts: int) -> None:
+        """Forget what has not been seen for long: it is tried again then."""
+        if way.unseen < way.wait:
             return
-        best = self._best(now, num_texts, num_read)
-        if best == now:
+        way.unseen, way.wait = 0, min(2 * way.wait, LONGEST)
+        self._acceptance.forget(self._last.num_drafted)
+        for length, rest in self._rest.items():
+            if length != self._last.num_drafted:
+                rest.forget(num_texts)
+
+    def _choose(self, way: _Way, num_texts: int) -> None:
+        now = way.num_drafted
+        speeds = {length: self._speed(length, num_texts) for length in self.lengths}
+        best = max(self.lengths, key=lambda length: speeds[length])
+        if speeds[best] <= MARGIN * speeds[now]:
             way.left = STRETCH
             if now != way.kept:
                 way.kept, way.wait = now, SHORTEST
@@ -220,41 +223,44 @@ class Pace:
             way.left = FEW if best < now else max(FEW, -(-SAMPLES // num_texts))
             way.num_drafted = best
 
-    def _best(self, now: int, num_texts: int, num_read: int) -> int:
-        """The best length, by what is known, unless it is hardly better than that of now."""
-        speeds = {length: self._speed(length, num_texts) for length in self.lengths}
-        if not num_read:
-            best = max(self.lengths, key=lambda length: speeds[length])
-            return best if speeds[best] > MARGIN * speeds[now] else now
-        worth = num_texts / max(speeds.values())  # seconds of a token that each text gets
-        taken = {length: self._seconds(length, num_texts, num_read) for length in self.lengths}
-        saved = {k: worth * self._acceptance.tokens(k) - taken[k] for k in self.lengths}
+    def _beside_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
+        """What pays in a forward that reads prompts. kept: in other steps of as many texts."""
+        longest, tokens = self.lengths[-1], self._acceptance.tokens
+        if not self.times:
+            is_known = any(self._rest_of(length, num_texts) is not None for length in self.lengths)
+            is_good = tokens(longest) - 1 >= longest / 2
+            return kept if is_known else longest if is_good else 0
+        worth = num_texts / max(self._speed(length, num_texts) for length in self.lengths)
+        taken = {k: self._seconds(k, num_texts, num_read) for k in self.lengths}
+        saved = {k: worth * tokens(k) - taken[k] for k in self.lengths}
         best = max(self.lengths, key=lambda length: saved[length])
-        return best if saved[best] - saved[now] > (MARGIN - 1) * taken[now] else now
+        return best if saved[best] - saved[kept] > GAIN * taken[kept] else kept
 
     def _speed(self, length: int, num_texts: int) -> float:
         """Tokens a second of steps that read nothing."""
         tokens = num_texts * self._acceptance.tokens(length)
-        return tokens / max(self._seconds(length, num_texts, 0), SOON)
+        return tokens / max(self._seconds(length, num_texts), SOON)
 
-    def _seconds(self, length: int, num_texts: int, num_read: int) -> float:
-        """Of such a step; the least that it may take, where it was not seen."""
-        reads = num_read > 0
-        rest = self._rest_of(length, reads, num_texts)
-        if rest is None:
-            rest = self._rest_of(length, not reads, num_texts)
+    def _seconds(self, length: int, num_texts: int, num_read: int = 0) -> float:
+        """Of such a step; the least that it may take, where it was not seen.
+
+        What prompts take of the rest is the same for all lengths, and is left out.
+        """
+        rest = self._rest_of(length, num_texts)
         if rest is None:
             # A draft takes some time to begin, and more for each token.
+            known = {other: self._rest_of(other, num_texts) for other in self.lengths}
             rest = max(
-                (self._rest_of(other, reads, num_texts) or 0.0)
-                * (min(1.0, length / other) if other else 1.0)
-                for other in self.lengths
+                (seconds or 0.0) * (min(1.0, length / other) if other else 1.0)
+                for other, seconds in known.items()
             )
+            if all(seconds is None for seconds in known.values()):
+                rest = self._rest_beside_prompts.of(num_texts, is_alike=True) or 0.0
         return rest + self._forward(num_texts, length, num_read)
 
-    def _rest_of(self, length: int, reads: bool, num_texts: int) -> float | None:  # noqa: FBT001
+    def _rest_of(self, length: int, num_texts: int) -> float | None:
         # Without times it holds the forward, which grows otherwise.
-        return self._rest[length, reads].of(num_texts, is_alike=bool(self.times))
+        return self._rest[length].of(num_texts, is_alike=bool(self.times))
 
     def _forward(self, num_texts: int, length: int, num_read: int) -> float:
         own = num_texts * (length + 1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -515,17 +515,16 @@ def _compile_kernels(engine: Engine) -> None:
     """All kernels of its steps that are known beforehand, many at a time."""
     from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
 
+    lengths = draft_lengths(engine.config.num_draft_tokens)
     with compiling_ahead():
+        # The largest first: all others are compiled beside them.
+        for batch, params in product({1, engine.model.num_slots}, _WARM_SAMPLINGS):
+            sampling = Sampling.stack([params] * batch, [0] * batch, engine.model.device)
+            for draft in chain(*(_drafts_of_every_kind(engine.model, batch, k) for k in lengths)):
+                _verify_anything(engine, draft, sampling)
         with engine.compiling():
             for _ in engine.capture():
                 pass
-        lengths, batches = (
-            draft_lengths(engine.config.num_draft_tokens),
-            {1, engine.model.num_slots},
-        )
-        for batch, width, params in product(batches, lengths, _WARM_SAMPLINGS):
-            for draft in _drafts_of_every_kind(engine.model, batch, width):
-                _verify_anything(engine, draft, params)
         launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)
 
 
@@ -549,12 +548,11 @@ def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[D
         yield draft._replace(probs=probs, columns=columns, is_certain=is_certain)
 
 
-def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
+def _verify_anything(engine: Engine, draft: Draft, sampling: Sampling) -> None:
     batch, width = draft.token_ids.shape
     model = engine.model
     shape = (batch, width + 1, model.vocab_size)
     logits = torch.empty(shape, dtype=model.dtype, device=model.device)
-    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
     noise = NoiseKeys(sampling.seeds, sampling.seeds)
     verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier))
 

@@ -10,9 +10,10 @@ or weights. (CUDA C++ programming guide, "Programmatic dependent launch and sync
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -30,17 +31,31 @@ FIRST_CAPABILITY = (9, 0)
 
 
 class Ahead(NamedTuple):
-    """What is being compiled ahead. kinds: of each kernel, and of its arguments. made: see Made."""
+    """What is being compiled ahead. kinds: of each kernel, and of its arguments."""
 
     kinds: set[Hashable]
-    made: set[Made]
+    loader: _Loader
 
 
-class Made(NamedTuple):
-    """What Triton has for a kernel that is compiled, or will be, and for which device."""
+class _Loader(Executor):
+    """Has kernels compiled by many threads, each of which loads what it has compiled.
 
-    kernel: Any
-    device: int
+    Loaded is a kernel with the code that launches it, which Triton has a C compiler build.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return self._threads.submit(_load, compile, driver.active.get_current_device())
+
+
+def _load(compile: Callable[[], CompiledKernel], device: int) -> CompiledKernel:
+    driver.active.set_current_device(device)  # of this thread
+    kernel = compile()
+    with suppress(Exception):  # one that is too large says so where it is launched
+        kernel._init_handles()
+    return kernel
 
 
 _AHEAD: ContextVar[Ahead | None] = ContextVar("compiled ahead", default=None)
@@ -66,34 +81,34 @@ def launch(
     return partial(kernel[grid], **options)
 
 
+SWITCH_SECONDS = 1e-4  # until a thread gives way to another; 5e-3 is what Python has
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
 
-    Ready is loaded as well, with the code that launches it, which Triton has a C compiler build.
+    Ready is loaded as well. Whoever compiles holds the interpreter for much of the time, so threads
+    give way soon: else the one that launches would wait for them at each of its steps.
 
     Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
     reads numbers where kernels would have left them, and goes by them. A kernel that cannot be
     compiled fails where it is launched, which may be never.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ahead = Ahead(set(), set())
-    with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:
-        with triton.AsyncCompileMode(threads, ignore_errors=True):
-            token = _AHEAD.set(ahead)
-            try:
-                yield
-            finally:
-                _AHEAD.reset(token)
-        wait([threads.submit(_load, one) for one in ahead.made])
-
-
-def _load(made: Made) -> None:
-    """What Triton does at the first launch of a kernel, for one after another."""
-    driver.active.set_current_device(made.device)  # of this thread
-    kernel = made.kernel
-    found = kernel if isinstance(kernel, CompiledKernel) else kernel.result()
-    found._init_handles()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:
+            loader = _Loader(threads)
+            with triton.AsyncCompileMode(loader, ignore_errors=True):
+                token = _AHEAD.set(Ahead(set(), loader))
+                try:
+                    yield
+                finally:
+                    _AHEAD.reset(token)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _compile(
@@ -108,7 +123,8 @@ def _compile(
     if key not in ahead.kinds:
         ahead.kinds.add(key)
         made = kernel.warmup(*arguments, grid=grid, **options)
-        ahead.made.add(Made(made, driver.active.get_current_device()))
+        if isinstance(made, CompiledKernel):  # before: nobody may have launched it
+            ahead.loader.submit(lambda: made)
 
 
 def _kind(value: Any) -> Hashable:

@@ -128,15 +128,15 @@ def test_each_number_of_texts_goes_its_own_way() -> None:
 
 def test_where_prompts_are_read_each_token_has_its_price() -> None:
     """Steps that read fill the device up; the others leave room for drafts, which are free."""
-    world, one = World(0.7, forward=1.0, text=0.0, token=0.0), Pace(K)
-    one.times = world.times
-    run(one, world, 400, 16, [0, 1000])
+    world = World(0.7, forward=1.0, text=0.0, token=0.0)
+    one = Pace(K, world.times)
+    run(one, world, 400, 32, [0, 0, 200, 200])
     reads, others = (Counter[int]() for _ in range(2))
     for _ in range(200):
-        others += run(one, world, 1, 16).drafted
-        reads += run(one, world, 1, 16, [1000]).drafted
-    assert others[K] > 150
-    assert reads[K] < 50
+        others += run(one, world, 1, 32).drafted
+        reads += run(one, world, 1, 32, [200]).drafted
+    assert others[3] > 150
+    assert reads[0] > 150
 
 
 def test_without_times_steps_that_read_draft_what_others_do() -> None:

@@ -76,12 +76,13 @@ class Repeating(GraphPool):
 
     def prepare(
         self,
-        key: Hashable,
+        key: Hashable | None,
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
+        kinds: Callable[[Inputs], Any] | None = None,
     ) -> bool:
-        has_graph = super().prepare(key, inputs, body, fixed)
+        has_graph = super().prepare(key, inputs, body, fixed, kinds)
         body({**inputs, **fixed})
         return has_graph
 

@@ -174,7 +174,8 @@ class PackedDecoder:
         hidden_layers: Sequence[int] = (),
     ) -> None:
         """Launch each kernel of such a ``forward`` once: one layer of each kind has them all."""
-        blocks, kept = ([one[at] for at in self._one_of_each] for one in (self._blocks, memory))
+        blocks = [self._blocks[at] for at in self._one_of_each]
+        kept = [memory[at] for at in self._one_of_each]
         with using_few_experts(self._config):
             states, _ = self._through(blocks, token_ids, places, kept)
         if hidden_layers:

@@ -181,7 +181,8 @@ class GraphPool:
         found.graph.replay()
         ended.record()
         ended.synchronize()
-        return began.elapsed_time(ended) / 1000
+        seconds: float = began.elapsed_time(ended) / 1000
+        return seconds
 
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
