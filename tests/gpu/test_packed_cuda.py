@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from guided_spec import LLM, SamplingParams
+from guided_spec.engine.pace import Pace
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.models.causal_lm import CausalLM
@@ -18,7 +19,7 @@ from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed import packed_lm
-from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow
+from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.stock.slots import SlotInputs
@@ -269,3 +270,36 @@ def test_beginnings_that_are_read_once_for_all(monkeypatch: pytest.MonkeyPatch) 
             texts.append([output.text for output in llm.generate(prompts, params)])
             assert max(asked, default=0) == 2 * is_on
     assert texts[0] == texts[1]
+
+
+def test_drafts_of_any_length_come_from_the_graphs_of_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the texts are those of whole drafts, whichever length a step has."""
+    items = load_workload(Path(bundled_asset("heldout.jsonl")), 24)
+    params = [SamplingParams(max_tokens=120, grammar=item.grammar) for item in items]
+    dice, used, made = random.Random(0), set[int](), GraphPool.prepare
+
+    def num_draft_tokens(pace: Pace, *_: int) -> int:
+        used.add(length := dice.choice(pace.lengths))
+        return length
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    texts, late = [], list[Any]()
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_batch_size": 8}
+    for drafting in ("always", "auto"):
+        with LLM(
+            proposer="eagle3", draft=bundled_asset("eagle3"), drafting=drafting, **options
+        ) as llm:
+
+            def prepare(pool: GraphPool, key: Any, *arguments: Any, **others: Any) -> bool:
+                late.append(key)
+                return made(pool, key, *arguments, **others)
+
+            monkeypatch.setattr(GraphPool, "prepare", prepare)
+            outputs = llm.generate([item.prompt for item in items], params)
+            monkeypatch.setattr(GraphPool, "prepare", made)
+        texts.append([output.text for output in outputs])
+    assert used == {0, 3, 5}
+    assert texts[0] == texts[1]
+    assert not late
