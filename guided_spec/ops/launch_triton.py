@@ -10,12 +10,12 @@ or weights. (CUDA C++ programming guide, "Programmatic dependent launch and sync
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 FIRST_CAPABILITY = (9, 0)
 
 
+HELD = 3.0  # seconds that compiling waits at most for all kernels to be known
+
+
 class Ahead(NamedTuple):
     """What is being compiled ahead. kinds: of each kernel, and of its arguments."""
 
@@ -41,21 +44,26 @@ class _Loader(Executor):
     """Has kernels compiled by many threads, each of which loads what it has compiled.
 
     Loaded is a kernel with the code that launches it, which Triton has a C compiler build.
+
+    may_begin: threads wait for it, since what Triton does in Python keeps others from it. Not for
+    ever: modules that are not ours may launch kernels themselves, and wait for them.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
+        self.may_begin, self._one_at_a_time = Event(), Lock()
 
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        return self._threads.submit(_load, compile, driver.active.get_current_device())
+        return self._threads.submit(self._load, compile, driver.active.get_current_device())
 
-
-def _load(compile: Callable[[], CompiledKernel], device: int) -> CompiledKernel:
-    driver.active.set_current_device(device)  # of this thread
-    kernel = compile()
-    with suppress(Exception):  # one that is too large says so where it is launched
-        kernel._init_handles()
-    return kernel
+    def _load(self, compile: Callable[[], CompiledKernel], device: int) -> CompiledKernel:
+        self.may_begin.wait(HELD)
+        driver.active.set_current_device(device)  # of this thread
+        kernel = compile()
+        # Kernels with the same arguments share the code that launches them, and its file.
+        with self._one_at_a_time, suppress(Exception):  # too large a one says so when launched
+            kernel._init_handles()
+        return kernel
 
 
 _AHEAD: ContextVar[Ahead | None] = ContextVar("compiled ahead", default=None)
@@ -81,34 +89,27 @@ def launch(
     return partial(kernel[grid], **options)
 
 
-SWITCH_SECONDS = 1e-4  # until a thread gives way to another; 5e-3 is what Python has
-
-
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
 
-    Ready is loaded as well. Whoever compiles holds the interpreter for much of the time, so threads
-    give way soon: else the one that launches would wait for them at each of its steps.
+    Ready is loaded as well. They begin at the end: Triton holds the interpreter for much of the
+    time, and whoever launches here would wait for it at each step.
 
     Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
     reads numbers where kernels would have left them, and goes by them. A kernel that cannot be
     compiled fails where it is launched, which may be never.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:
-            loader = _Loader(threads)
-            with triton.AsyncCompileMode(loader, ignore_errors=True):
-                token = _AHEAD.set(Ahead(set(), loader))
-                try:
-                    yield
-                finally:
-                    _AHEAD.reset(token)
-    finally:
-        sys.setswitchinterval(before)
+    with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:
+        loader = _Loader(threads)
+        with triton.AsyncCompileMode(loader, ignore_errors=True):
+            token = _AHEAD.set(Ahead(set(), loader))
+            try:
+                yield
+            finally:
+                _AHEAD.reset(token)
+                loader.may_begin.set()
 
 
 def _compile(
