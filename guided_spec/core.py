@@ -303,6 +303,13 @@ class Proposer(Protocol):
         return ""
 
     @property
+    def has_own_vocabulary(self) -> bool | None:
+        """Whether it draws from fewer tokens than the target's, see ``Draft.columns``; None: both
+        may be. The sampler's kernels are compiled for it beforehand.
+        """
+        return None
+
+    @property
     def has_options(self) -> bool:
         """Whether it sets ``Lookahead.options`` where trees are asked for."""
         return False

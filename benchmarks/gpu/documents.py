@@ -108,7 +108,7 @@ def _measure(
     """Runs of engines that take turns. ``texts``: of the first proposer, filled by its run."""
     batch, temperature = cases[0].batch, cases[0].temperature
     items = json_documents(num_documents(plan, batch))
-    params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature)
+    params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
     engines, found = list[tuple[int, LLM]](), [*cases]
     with ExitStack() as opened:
         for at, case in enumerate(cases):

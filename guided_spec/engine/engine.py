@@ -104,6 +104,11 @@ class Engine:
         self._ended: float | None = None  # when it did, if it is followed by another at once
 
     @property
+    def has_own_vocabulary(self) -> bool | None:
+        """As of its proposer."""
+        return self._proposer.has_own_vocabulary
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._scheduler)

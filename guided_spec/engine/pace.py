@@ -31,7 +31,7 @@ KNOWN = 2  # steps that tell what others take
 STRETCH = 16  # steps until lengths are compared again
 SHORTEST, LONGEST = 64, 1024  # steps until what was seen of the others is forgotten
 MARGIN = 1.1  # times as fast have steps of another length to be
-GAIN = 0.03  # of a step that reads prompts has another length to save
+GAIN = 0.1  # of a step that reads prompts has a shorter draft to save
 MEMORY = 256  # texts whose acceptance counts, and of steps STRETCH at least
 BESIDE = 16  # texts whose time a step takes by itself, beside its own: as measured on GPUs
 SOON = 1e-9  # seconds, where a clock shows none
@@ -156,7 +156,6 @@ class Pace:
         self._acceptance = _Acceptance(num_draft_tokens)
         self._ways: dict[int, _Way] = {}
         self._rest = {length: _Rest() for length in self.lengths}
-        self._rest_beside_prompts = _Rest()
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
@@ -181,17 +180,12 @@ class Pace:
         way, self._last = self._way(batch), step
         way.unseen += 1
         self._acceptance.add(step.num_drafted, step.accepted)
-        rest = self._rest.get(step.num_drafted)
-        if step.num_read:
-            rest = self._rest_beside_prompts if self.times else None
-        else:
-            way.left = max(0, way.left - 1)
-        if rest is None:
+        if step.num_read:  # and more is done for a prompt than to read it
             return
+        way.left, rest = max(0, way.left - 1), self._rest.get(step.num_drafted)
         # The drafter reads a prompt in the step behind, which tells less than others.
-        if step.num_read or not has_read or rest.of(batch, is_alike=False) is None:
-            own = self._forward(batch, step.num_drafted, step.num_read)
-            rest.add(batch, step.seconds - own)
+        if rest is not None and (not has_read or rest.of(batch, is_alike=False) is None):
+            rest.add(batch, step.seconds - self._forward(batch, step.num_drafted))
 
     def _way(self, num_texts: int) -> _Way:
         key = bucket(num_texts, ROW_SIZES)
@@ -226,43 +220,46 @@ class Pace:
     def _beside_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
         """What pays in a forward that reads prompts. kept: in other steps of as many texts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
-        if not self.times:
-            is_known = any(self._rest_of(length, num_texts) is not None for length in self.lengths)
-            is_good = tokens(longest) - 1 >= longest / 2
-            return kept if is_known else longest if is_good else 0
+        rest = {length: self._rest_of(length, num_texts) for length in self.lengths}
+        if all(seconds is None for seconds in rest.values()):  # each step reads
+            return longest if tokens(longest) - 1 >= longest / 2 else 0
+        least = rest[kept]
+        if not self.times or least is None:
+            return kept
         worth = num_texts / max(self._speed(length, num_texts) for length in self.lengths)
-        taken = {k: self._seconds(k, num_texts, num_read) for k in self.lengths}
-        saved = {k: worth * tokens(k) - taken[k] for k in self.lengths}
-        best = max(self.lengths, key=lambda length: saved[length])
-        return best if saved[best] - saved[kept] > GAIN * taken[kept] else kept
+
+        def saved(length: int) -> float:
+            """Seconds. What was not seen takes as long as what is kept, at most."""
+            known = rest[length]
+            taken = self._forward(num_texts, length, num_read) + (least if known is None else known)
+            return worth * tokens(length) - taken
+
+        best = max((one for one in self.lengths if one <= kept), key=saved)
+        whole = least + self._forward(num_texts, kept, num_read)
+        return best if saved(best) - saved(kept) > GAIN * whole else kept
 
     def _speed(self, length: int, num_texts: int) -> float:
         """Tokens a second of steps that read nothing."""
         tokens = num_texts * self._acceptance.tokens(length)
         return tokens / max(self._seconds(length, num_texts), SOON)
 
-    def _seconds(self, length: int, num_texts: int, num_read: int = 0) -> float:
-        """Of such a step; the least that it may take, where it was not seen.
-
-        What prompts take of the rest is the same for all lengths, and is left out.
-        """
+    def _seconds(self, length: int, num_texts: int) -> float:
+        """Of such a step; the least that it may take, where it was not seen."""
         rest = self._rest_of(length, num_texts)
         if rest is None:
             # A draft takes some time to begin, and more for each token.
-            known = {other: self._rest_of(other, num_texts) for other in self.lengths}
             rest = max(
-                (seconds or 0.0) * (min(1.0, length / other) if other else 1.0)
-                for other, seconds in known.items()
+                (self._rest_of(other, num_texts) or 0.0)
+                * (min(1.0, length / other) if other else 1.0)
+                for other in self.lengths
             )
-            if all(seconds is None for seconds in known.values()):
-                rest = self._rest_beside_prompts.of(num_texts, is_alike=True) or 0.0
-        return rest + self._forward(num_texts, length, num_read)
+        return rest + self._forward(num_texts, length)
 
     def _rest_of(self, length: int, num_texts: int) -> float | None:
         # Without times it holds the forward, which grows otherwise.
         return self._rest[length].of(num_texts, is_alike=bool(self.times))
 
-    def _forward(self, num_texts: int, length: int, num_read: int) -> float:
+    def _forward(self, num_texts: int, length: int, num_read: int = 0) -> float:
         own = num_texts * (length + 1)
         # Prompts fill a graph up, drafts alone leave some of it unused.
         return self.times.of(own + num_read if num_read else bucket(own))

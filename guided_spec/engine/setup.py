@@ -520,7 +520,7 @@ def _compile_kernels(engine: Engine) -> None:
         # The largest first: all others are compiled beside them.
         for batch, params in product({1, engine.model.num_slots}, _WARM_SAMPLINGS):
             sampling = Sampling.stack([params] * batch, [0] * batch, engine.model.device)
-            for draft in chain(*(_drafts_of_every_kind(engine.model, batch, k) for k in lengths)):
+            for draft in chain(*(_drafts_of_every_kind(engine, batch, k) for k in lengths)):
                 _verify_anything(engine, draft, sampling)
         with engine.compiling():
             for _ in engine.capture():
@@ -528,11 +528,11 @@ def _compile_kernels(engine: Engine) -> None:
         launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)
 
 
-def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[Draft]:
-    """Drafts of every kind, [B, K]: without probabilities, and of a whole and a reduced vocabulary.
-
-    What they hold is anything.
+def _drafts_of_every_kind(engine: Engine, batch: int, width: int) -> Iterator[Draft]:
+    """Drafts [B, K] of every kind that there may be: without probabilities, and of a whole and a
+    reduced vocabulary. What they hold is anything.
     """
+    model, is_reduced = engine.model, engine.has_own_vocabulary
 
     def anything(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=model.device)
@@ -541,11 +541,13 @@ def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[D
     draft = Draft(token_ids, anything(batch, dtype=torch.int64))
     yield draft
     if width:
-        probs = anything(batch, width, _WARM_COLUMNS, dtype=torch.float32)
-        yield draft._replace(probs=probs)
-        columns = anything(model.vocab_size, dtype=torch.int32)
-        is_certain = anything(batch, width, dtype=torch.bool)
-        yield draft._replace(probs=probs, columns=columns, is_certain=is_certain)
+        draft = draft._replace(probs=anything(batch, width, _WARM_COLUMNS, dtype=torch.float32))
+        if is_reduced is not True:
+            yield draft
+        if is_reduced is not False:
+            columns = anything(model.vocab_size, dtype=torch.int32)
+            is_certain = anything(batch, width, dtype=torch.bool)
+            yield draft._replace(columns=columns, is_certain=is_certain)
 
 
 def _verify_anything(engine: Engine, draft: Draft, sampling: Sampling) -> None:

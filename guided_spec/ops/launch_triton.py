@@ -10,6 +10,7 @@ or weights. (CUDA C++ programming guide, "Programmatic dependent launch and sync
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -51,7 +52,8 @@ class _Loader(Executor):
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
-        self.may_begin, self._one_at_a_time = Event(), Lock()
+        self.may_begin = Event()
+        self._loading = defaultdict[str, Lock](Lock)
 
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         return self._threads.submit(self._load, compile, driver.active.get_current_device())
@@ -61,7 +63,8 @@ class _Loader(Executor):
         driver.active.set_current_device(device)  # of this thread
         kernel = compile()
         # Kernels with the same arguments share the code that launches them, and its file.
-        with self._one_at_a_time, suppress(Exception):  # too large a one says so when launched
+        lock = self._loading[repr([*kernel.src.signature.values()])]
+        with lock, suppress(Exception):  # too large a one says so when it is launched
             kernel._init_handles()
         return kernel
 

@@ -162,6 +162,11 @@ class LearnedHead(Proposer):
         return "stock modules" if self._ahead is None else "packed forwards"
 
     @property
+    def has_own_vocabulary(self) -> bool:
+        """Whether the head has."""
+        return self._vocabulary is not None
+
+    @property
     def has_options(self) -> bool:
         """It knows its scores."""
         return True
