@@ -98,8 +98,8 @@ class Engine:
         # The processes of several would have to agree on it, and a tree is verified in any step.
         is_alone = not self._is_parallel and config.tree_nodes == 0
         self._may_run_ahead = is_alone and self._target.launches_at_once
-        has_pace = not is_steady and config.num_draft_tokens > 0
-        self._pace = Pace(config.num_draft_tokens) if has_pace else None
+        self._has_pace = not is_steady and config.num_draft_tokens > 0
+        self._pace: Pace | None = None
         self._num_drafted = config.num_draft_tokens  # of the last step
         self._ended: float | None = None  # when it did, if it is followed by another at once
 
@@ -144,10 +144,11 @@ class Engine:
         yield from self.model.capture(self._layers, has_trees=self.config.tree_nodes > 0)
         yield from self._proposer.capture()
 
-    def measure(self) -> None:
-        """See what forwards take that were captured: how much is drafted goes by it."""
-        if self._pace is not None:
-            self._pace.times = ForwardTimes(self.model.forward_seconds(self._layers))
+    def set_pace(self) -> None:
+        """From here on, steps draft as much as pays; what forwards take is measured if captured."""
+        if self._has_pace:
+            times = ForwardTimes(self.model.forward_seconds(self._layers))
+            self._pace = Pace(self.config.num_draft_tokens, times)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -527,8 +528,8 @@ class Engine:
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
         pace, count = self._pace_of(requests), self.config.num_draft_tokens
-        num_read = sum(len(piece.tokens.token_ids) for piece in along)
         if pace is not None:
+            num_read = sum(len(piece.tokens.token_ids) for piece in along)
             count = pace.num_draft_tokens(len(requests), num_read)
         batch = self._batch(requests, along, count)
         started, self._num_drafted = time.perf_counter(), count
@@ -547,9 +548,8 @@ class Engine:
         count_step(requests, step, committed)
         ended = time.perf_counter()
         if pace is not None:
-            accepted = [row.num_accepted for row in committed]
-            seconds = ended - (started if self._ended is None else self._ended)
-            pace.count(StepTaken(count, num_read + len(batch.begun), accepted, seconds))
+            since = started if self._ended is None else self._ended
+            pace.count(StepTaken.of(batch, committed, ended - since))
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from guided_spec.core import DecodeBatch
 from guided_spec.models.packed.graph_pool import ROW_SIZES, bucket
+from guided_spec.step import Committed
 
 FEW, SAMPLES = 4, 32  # steps of a trial at least, and texts in it where drafts get longer
 KNOWN = 2  # steps that tell what others take
@@ -71,6 +73,13 @@ class StepTaken(NamedTuple):
     num_read: int
     accepted: Sequence[int]
     seconds: float
+
+    @classmethod
+    def of(cls, batch: DecodeBatch, committed: Sequence[Committed], seconds: float) -> StepTaken:
+        """Of that batch; a prompt that its drafter reads counts as a token of it."""
+        num_read = sum(len(prompt.token_ids) for prompt in batch.prompts) + len(batch.begun)
+        accepted = [row.num_accepted for row in committed]
+        return cls(batch.num_draft_tokens, num_read, accepted, seconds)
 
 
 class _Acceptance:
@@ -147,11 +156,13 @@ class _Way:
 class Pace:
     """Of the steps of one engine. num_draft_tokens: of the longest draft, K.
 
-    times: of the target's forwards. lengths: that drafts may have.
+    times: of the target's forwards.
+
+    lengths: that drafts may have.
     """
 
-    def __init__(self, num_draft_tokens: int, times: ForwardTimes | None = None) -> None:
-        self.times = times or ForwardTimes({})
+    def __init__(self, num_draft_tokens: int, times: ForwardTimes) -> None:
+        self._times = times
         self.lengths = draft_lengths(num_draft_tokens)
         self._acceptance = _Acceptance(num_draft_tokens)
         self._ways: dict[int, _Way] = {}
@@ -224,7 +235,7 @@ class Pace:
         if all(seconds is None for seconds in rest.values()):  # each step reads
             return longest if tokens(longest) - 1 >= longest / 2 else 0
         least = rest[kept]
-        if not self.times or least is None:
+        if not self._times or least is None:
             return kept
         worth = num_texts / max(self._speed(length, num_texts) for length in self.lengths)
 
@@ -257,12 +268,12 @@ class Pace:
 
     def _rest_of(self, length: int, num_texts: int) -> float | None:
         # Without times it holds the forward, which grows otherwise.
-        return self._rest[length].of(num_texts, is_alike=bool(self.times))
+        return self._rest[length].of(num_texts, is_alike=bool(self._times))
 
     def _forward(self, num_texts: int, length: int, num_read: int = 0) -> float:
         own = num_texts * (length + 1)
         # Prompts fill a graph up, drafts alone leave some of it unused.
-        return self.times.of(own + num_read if num_read else bucket(own))
+        return self._times.of(own + num_read if num_read else bucket(own))
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:

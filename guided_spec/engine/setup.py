@@ -327,6 +327,7 @@ class Setup:
         engine = Engine(target, drafter, config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
+        engine.set_pace()
         drafts = f"{name} ({drafter.runs_as})" if drafter.runs_as else name
         logger.info("%s; drafts: %s", _describe(engine), drafts)
         return cls(
@@ -489,7 +490,6 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         for _ in left:
             bar.update()
         captured = bar.n
-    engine.measure()
     length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.model.max_length)
     prompt = [0] * min(_WARM_PROMPT, length - 1)
     batches = sorted({min(size, engine.model.num_slots) for size in _WARM_BATCHES})

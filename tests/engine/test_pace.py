@@ -24,6 +24,7 @@ from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 K = 5
 SIZES = (1, 64, 128, 256, 512, 1024, 2048)
+UNKNOWN = ForwardTimes({})
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ GOOD = World(0.9, text=0.02, token=0.01)
 COSTLY = World(0.2, token=1.0)
 
 
-@pytest.mark.parametrize("times", [GOOD.times, None])
-def test_good_drafts_are_long(times: ForwardTimes | None) -> None:
+@pytest.mark.parametrize("times", [GOOD.times, UNKNOWN])
+def test_good_drafts_are_long(times: ForwardTimes) -> None:
     assert run(Pace(K, times), GOOD, 2000, 16).drafted[K] > 1900
     assert run(Pace(K, times), GOOD, 2000, 1).drafted[K] > 1900
 
 
-@pytest.mark.parametrize("times", [COSTLY.times, None])
-def test_drafts_that_cost_more_than_they_bring_are_left(times: ForwardTimes | None) -> None:
+@pytest.mark.parametrize("times", [COSTLY.times, UNKNOWN])
+def test_drafts_that_cost_more_than_they_bring_are_left(times: ForwardTimes) -> None:
     assert run(Pace(K, times), COSTLY, 4000, 64).drafted[0] > 3800
     assert run(Pace(K, times), World(0.1, token=9.0), 4000, 1).drafted[0] > 3300
 
@@ -106,7 +107,7 @@ def test_a_length_in_between_is_taken(*, has_times: bool) -> None:
     world = World(0.7, forward=0.3, text=1.0)
     best = max((0, 3, 5), key=lambda k: world.tokens(k) / world.seconds(256, k))
     assert best == 3
-    assert run(Pace(K, world.times if has_times else None), world, 2000, 256).drafted[3] > 1800
+    assert run(Pace(K, world.times if has_times else UNKNOWN), world, 2000, 256).drafted[3] > 1800
 
 
 def test_texts_change() -> None:
@@ -118,7 +119,7 @@ def test_texts_change() -> None:
 
 def test_each_number_of_texts_goes_its_own_way() -> None:
     """Drafts are free as long as the forward is as long without."""
-    world, one = World(0.6, forward=1.0, token=0.0), Pace(K)
+    world, one = World(0.6, forward=1.0, token=0.0), Pace(K, UNKNOWN)
     for _ in range(50):
         run(one, world, 40, 1)
         run(one, world, 40, 256)
@@ -140,14 +141,14 @@ def test_where_prompts_are_read_each_token_has_its_price() -> None:
 
 
 def test_without_times_steps_that_read_draft_what_others_do() -> None:
-    assert run(Pace(K), GOOD, 500, 8, [100]).drafted[K] == 500  # as most of it is accepted
-    assert run(Pace(K), World(0.3), 500, 8, [100]).drafted[0] > 400
-    assert run(Pace(K), COSTLY, 4000, 8, [0, 100, 100]).drafted[0] > 3500
+    assert run(Pace(K, UNKNOWN), GOOD, 500, 8, [100]).drafted[K] == 500  # as most of it is accepted
+    assert run(Pace(K, UNKNOWN), World(0.3), 500, 8, [100]).drafted[0] > 400
+    assert run(Pace(K, UNKNOWN), COSTLY, 4000, 8, [0, 100, 100]).drafted[0] > 3500
 
 
 @given(st.lists(st.sampled_from([1, 8, 64]), max_size=200), st.data())
 def test_a_step_that_is_told_to_stay_plain_is_plain(texts: list[int], data: st.DataObject) -> None:
-    one, told = Pace(K), dict[int, bool]()
+    one, told = Pace(K, UNKNOWN), dict[int, bool]()
     for count in texts:
         drawn = one.num_draft_tokens(count)
         assert not (told.pop(count, False) and drawn)
@@ -170,7 +171,7 @@ WORLDS = st.builds(
 @given(data=st.data(), world=WORLDS, texts=st.sampled_from([1, 5, 64, 300]))
 @settings(max_examples=40)
 def test_no_length_alone_is_much_faster(data: st.DataObject, world: World, texts: int) -> None:
-    times = data.draw(st.sampled_from([world.times, None]))
+    times = data.draw(st.sampled_from([world.times, UNKNOWN]))
     found = run(Pace(K, times), world, 4000, texts)
     best = max(world.tokens(count) / world.seconds(texts, count) for count in draft_lengths(K))
     assert found.speed > best / (1.15 if texts > 1 else 1.3)

@@ -133,7 +133,7 @@ class GraphPool:
         compiles one for a number that is a multiple of 16, and texts are cut into more parts where
         tokens are few."""
         largest = self._window.largest
-        return 4 * largest, largest + 16, largest + 1
+        return 4 * largest, 4 * largest + 1, largest + 16, largest + 1
 
     def has(self, size: int) -> bool:
         """Whether a forward of so many tokens has a graph."""
