@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.pace import Pace
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup, bundled_asset
 from guided_spec.grammar.spec import GrammarSpec
@@ -46,7 +48,7 @@ def test_no_step_captures_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:2])
-    setup = build(max_model_len=256)
+    setup = build(max_model_len=256, drafting="auto")
     with caplog.at_level(logging.INFO, "guided_spec.engine.setup"):
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert "failed" not in caplog.text
@@ -54,14 +56,38 @@ def test_no_step_captures_behind_it(
     chain: Any = setup.engine._proposer
     assert isinstance(chain, Chain)
     graphs = chain._members[1]._ahead.graphs  # type: ignore[attr-defined]
-    before = len(graphs)
+    before, dice, lengths = len(graphs), random.Random(0), set[int]()
     assert before > 36  # of reading alone there are as many
+
+    def num_draft_tokens(pace: Pace, *_: int) -> int:
+        lengths.add(found := dice.choice(pace.lengths))
+        return found
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
     for temperature in (0.0, 0.8):
         for chunk in write(setup, temperature, 2):
             assert chunk.completion is not None
             assert chunk.completion.error is None
+    assert lengths == {0, 3, 5}
     assert len(graphs) == before
     setup.grammars.queue.close()
+
+
+def test_kernels_are_compiled_for_the_drafts_that_a_proposer_makes() -> None:
+    """Without probabilities, of the whole vocabulary, and of one of its own."""
+
+    def kinds(proposer: str, draft: str) -> list[tuple[bool, bool]]:
+        options = Options.from_dict({"kernels": "packed", "max_model_len": 64})
+        setup = Setup.build(None, proposer, bundled_asset(draft), options)
+        setup.grammars.queue.close()
+        drafts = warming._drafts_of_every_kind(setup.engine, 1, 3)
+        return [(draft.probs is not None, draft.columns is not None) for draft in drafts]
+
+    none, whole, own = (False, False), (True, False), (True, True)
+    assert kinds("eagle3", "eagle3") == [none, own]
+    assert kinds("mtp", "mtp") == [none, whole]
+    assert kinds("draft_model", "draft") == [none, whole, own]
+    assert kinds("chain:grammar_forced+eagle3", "eagle3") == [none, whole, own]
 
 
 @pytest.mark.slow

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -19,6 +23,7 @@ from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
+from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool, Inputs, bucket
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.packed_lm import Rows
@@ -411,6 +416,72 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
     assert one_by_one.depth(0) == packed.depth(0) == 4
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
     assert not torch.equal(packed.whole(5).draft_greedily(slots, 5), walk)  # nothing of it is left
+
+
+@pytest.mark.parametrize("num_given", [0, 2])
+def test_a_short_draft_is_the_beginning_of_one_that_was_captured(
+    num_given: int, tmp_path: Path
+) -> None:
+    target = build("llama")
+    write_eagle3(tmp_path, target)
+    found = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    slots, random_ = [2, 0, 3], torch.Generator().manual_seed(0)
+    drafts = []
+    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in (3, 7, 1)]
+    states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
+    given = torch.randint(VOCAB, (3, num_given), generator=random_) if num_given else None
+    for is_captured in (False, True):
+        _, packed = stock_and_packed(found)
+        whole = packed.whole(5)
+        if is_captured:
+            assert len(list(whole.capture_best(5))) == 2 * len(whole.row_sizes)
+        assert [whole.length(count) for count in (2, 5, 6)] == [5 if is_captured else 2, 5, 6]
+        packed.read(slots, tokens, states)
+        drafts.append(whole.draft_greedily(slots, 3, given).clone())
+        assert packed.depth(0) == (4 if is_captured else 2)
+        packed.rewind(slots)
+        drafts.append(whole.draft_greedily(slots, 5, given).clone())
+    short, long, beginning, again = drafts
+    assert torch.equal(short, beginning)
+    assert torch.equal(long, again)
+    assert torch.equal(short[:, num_given:], long[:, num_given:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2)]
+)
+def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -> None:
+    """A graph is captured behind it: what is not loaded then would be loaded in the capture."""
+
+    def calls(compute: Callable[[], object]) -> set[Any]:
+        seen = set[Any]()
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                shapes = [one.shape for one in tree_leaves(args) if isinstance(one, Tensor)]
+                seen.add((str(func), *shapes))
+                return func(*args, **(kwargs or {}))
+
+        with Watch():  # type: ignore[no-untyped-call]
+            compute()
+        return seen
+
+    lm = CausalLM(build(name), num_slots=2, max_length=64)
+    packed = lm._packed
+    assert packed is not None
+    assert isinstance(packed._decoder, PackedDecoder)
+    assert len(packed._decoder._one_of_each) == kinds
+    rows = Rows([0, 1], [0, 0], [3, 2])
+    inputs = {"token_ids": torch.arange(5), "places": torch.from_numpy(rows.places(5, 2))}
+    with torch.inference_mode():
+        rows.grow(packed._tables)
+        both = [
+            calls(partial(compute, 3, (1,), inputs, fits=False))
+            for compute in (packed._compute, packed._launch_kinds)
+        ]
+    assert both[0] == both[1]
 
 
 def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
