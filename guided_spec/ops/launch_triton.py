@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
@@ -53,7 +54,7 @@ class _Loader(Executor):
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         self.may_begin = Event()
-        self._loading = defaultdict[str, Lock](Lock)
+        self._loading = defaultdict[Hashable, Lock](Lock)
 
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         return self._threads.submit(self._load, compile, driver.active.get_current_device())
@@ -62,11 +63,16 @@ class _Loader(Executor):
         self.may_begin.wait(HELD)
         driver.active.set_current_device(device)  # of this thread
         kernel = compile()
-        # Kernels with the same arguments share the code that launches them, and its file.
-        lock = self._loading[repr([*kernel.src.signature.values()])]
-        with lock, suppress(Exception):  # too large a one says so when it is launched
+        # Kernels with the same arguments are launched by the same code, which is one file.
+        launcher = _launcher(kernel.src.signature.values())
+        with self._loading[launcher], suppress(Exception):  # too large a one says so when launched
             kernel._init_handles()
         return kernel
+
+
+def _launcher(types: Iterable[Any]) -> Hashable:
+    """The same for kernels that the same code launches: their arguments, without constants."""
+    return tuple((at, one) for at, one in enumerate(tree_leaves([*types])) if one != "constexpr")
 
 
 _AHEAD: ContextVar[Ahead | None] = ContextVar("compiled ahead", default=None)
