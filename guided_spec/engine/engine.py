@@ -101,7 +101,7 @@ class Engine:
         self._has_pace = not is_steady and config.num_draft_tokens > 0
         self._pace: Pace | None = None
         self._num_drafted = config.num_draft_tokens  # of the last step
-        self._ended: float | None = None  # when it did, if it is followed by another at once
+        self._ended: float | None = None  # when it did; None where nobody went on decoding
 
     @property
     def has_own_vocabulary(self) -> bool | None:
@@ -173,6 +173,8 @@ class Engine:
     def step(self) -> None:
         """One round. A request that fails is ended with its error; the others go on."""
         self._drop_ended()
+        if not self._scheduler.running(State.DECODE):  # there may have been nothing to do since
+            self._ended = None
         # A forward that is launched reads no prompts: they come with the next one.
         is_ahead = self._target.is_ahead and bool(self._scheduler.running(State.DECODE))
         if not is_ahead:
@@ -548,8 +550,7 @@ class Engine:
         count_step(requests, step, committed)
         ended = time.perf_counter()
         if pace is not None:
-            since = started if self._ended is None else self._ended
-            pace.count(StepTaken.of(batch, committed, ended - since))
+            pace.count(StepTaken.of(batch, committed, ended - (self._ended or started)))
         logprobs = _logprobs(step, committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -560,7 +561,7 @@ class Engine:
             if fills and request.state is State.DECODE:
                 self._remember(request, length)
         self._begin_decoding([piece.request for piece in along])
-        self._ended = ended if self._scheduler.running(State.DECODE) else None
+        self._ended = ended
 
     def _runs_ahead(self, batch: DecodeBatch, pace: Pace | None) -> bool:
         """Whether the next forward is known now: all texts get one token in this step and the next,

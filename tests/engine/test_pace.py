@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from guided_spec import step
 from guided_spec.engine import engine, pace
 from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.setup import Options, Setup
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
 from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
@@ -299,3 +301,29 @@ def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPa
     stats = output.completions[0].stats
     assert sum(stats.accepted) < stats.steps  # it knows nothing of this target
     assert 20 < stats.drafted[0] < 100
+
+
+def test_a_pause_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose texts were cancelled before it: nobody waited for a step meanwhile."""
+    clock, seconds = [0.0], list[float]()
+
+    def commit(*arguments: Any) -> Any:
+        clock[0] += 1.0
+        return step.commit(*arguments)
+
+    monkeypatch.setattr(engine, "commit", commit)
+    monkeypatch.setattr(Pace, "count", lambda _, taken: seconds.append(taken.seconds))
+    options = Options.from_dict({"drafting": "auto", "max_model_len": 64})
+    setup = Setup.build(None, "ngram", None, options)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    for _ in range(2):
+        job = Job([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True), 64, 0)
+        request = Request(job, setup.vocabulary, lambda _: None)
+        setup.engine.add(request)
+        for _ in range(3):
+            setup.engine.step()
+        request.cancel()
+        clock[0] += 1000.0
+    setup.grammars.queue.close()
+    assert len(seconds) >= 4
+    assert max(seconds) <= 2.0
