@@ -5,7 +5,6 @@ Every head is taught the plain texts first, so that drafts are accepted, raggedl
 
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.pace import Pace
 from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -34,6 +32,7 @@ from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.host import Download
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
+from tests.by_chance import draft_by_chance
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
 from tests.models.heads.heads import write_eagle3
@@ -365,21 +364,13 @@ def test_a_head_may_draft_now_and_then(
     monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, kernels: str
 ) -> None:
     """It reads the text all the same, and drafts as well as it did where it goes on."""
-    known, counts = taught(method), Counter[int]()
-    dice = random.Random(0)
-
-    def num_draft_tokens(pace: Pace, *_: int) -> int:
-        found = dice.choice(pace.lengths)
-        counts[found] += 1
-        return found
-
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    known, counts = taught(method), draft_by_chance(monkeypatch)
     for proposer in (method, f"chain:grammar_forced+{method}"):
         options: Any = {"max_batch_size": 3, "drafting": "auto", "kernels": kernels}
         found = known.generate(proposer, PARAMS, **options)
         assert tokens(found) == tokens(known.guided)
         assert sum(sum(c.stats.accepted) for c in found) > 5
-    assert len(counts) == 3
+    assert len({*counts}) == 3
 
 
 def test_samples_share_a_prompt(taught: Any) -> None:

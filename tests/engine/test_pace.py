@@ -20,6 +20,7 @@ from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.types import SamplingParams
+from tests.by_chance import draft_by_chance
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
 from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
 from tests.tiny_llm import make_llm, near_copy, tiny_model
@@ -205,15 +206,7 @@ def test_lengths_of_drafts() -> None:
 
 @pytest.fixture
 def by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps draft as much as chance says; returns how much each does."""
-    dice, counts = random.Random(0), list[int]()
-
-    def num_draft_tokens(one: Pace, *_: int) -> int:
-        counts.append(dice.choice(one.lengths))
-        return counts[-1]
-
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
-    return counts
+    return draft_by_chance(monkeypatch)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 
 from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.pace import Pace
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup, bundled_asset
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers.chain import Chain
 from guided_spec.types import SamplingParams
+from tests.by_chance import draft_by_chance
 from tests.learned_heads import write_head
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
@@ -56,19 +55,14 @@ def test_no_step_captures_behind_it(
     chain: Any = setup.engine._proposer
     assert isinstance(chain, Chain)
     graphs = chain._members[1]._ahead.graphs  # type: ignore[attr-defined]
-    before, dice, lengths = len(graphs), random.Random(0), set[int]()
+    before = len(graphs)
     assert before > 36  # of reading alone there are as many
-
-    def num_draft_tokens(pace: Pace, *_: int) -> int:
-        lengths.add(found := dice.choice(pace.lengths))
-        return found
-
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    lengths = draft_by_chance(monkeypatch)
     for temperature in (0.0, 0.8):
         for chunk in write(setup, temperature, 2):
             assert chunk.completion is not None
             assert chunk.completion.error is None
-    assert lengths == {0, 3, 5}
+    assert {*lengths} == {0, 3, 5}
     assert len(graphs) == before
     setup.grammars.queue.close()
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from guided_spec import LLM, SamplingParams
-from guided_spec.engine.pace import Pace
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.models.causal_lm import CausalLM
@@ -23,6 +22,7 @@ from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.stock.slots import SlotInputs
+from tests.by_chance import draft_by_chance
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -278,13 +278,7 @@ def test_drafts_of_any_length_come_from_the_graphs_of_the_longest(
     """And the texts are those of whole drafts, whichever length a step has."""
     items = load_workload(Path(bundled_asset("heldout.jsonl")), 24)
     params = [SamplingParams(max_tokens=120, grammar=item.grammar) for item in items]
-    dice, used, made = random.Random(0), set[int](), GraphPool.prepare
-
-    def num_draft_tokens(pace: Pace, *_: int) -> int:
-        used.add(length := dice.choice(pace.lengths))
-        return length
-
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    used, made = draft_by_chance(monkeypatch), GraphPool.prepare
     texts, late = [], list[Any]()
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_batch_size": 8}
     for drafting in ("always", "auto"):
@@ -300,6 +294,6 @@ def test_drafts_of_any_length_come_from_the_graphs_of_the_longest(
             outputs = llm.generate([item.prompt for item in items], params)
             monkeypatch.setattr(GraphPool, "prepare", made)
         texts.append([output.text for output in outputs])
-    assert used == {0, 3, 5}
+    assert {*used} == {0, 3, 5}
     assert texts[0] == texts[1]
     assert not late

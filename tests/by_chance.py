@@ -1,0 +1,21 @@
+"""Steps whose drafts are as long as chance says, of the lengths that they may have."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from guided_spec.engine.pace import Pace
+
+
+def draft_by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From here on; returns how much each step drafts, as they come."""
+    dice, counts = random.Random(0), list[int]()
+
+    def num_draft_tokens(pace: Pace, *_: int) -> int:
+        counts.append(dice.choice(pace.lengths))
+        return counts[-1]
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    return counts
