@@ -46,6 +46,23 @@ class GrammarMatcher(Protocol):
         ...
 
 
+class Source(NamedTuple):
+    """A library's own matcher, which may be moved in the place of those around it.
+
+    matcher: stands where they do, at a text that has not ended. reach: tokens, perhaps none, that
+    it alone judges, as it fills the rows before them and the one behind. stops: the tokens that end
+    a text.
+    """
+
+    matcher: GrammarMatcher
+    reach: int
+    stops: frozenset[int]
+
+
+# Of a matcher that is asked for every token.
+UNBOUND_REACH = 2**62
+
+
 class Budget(NamedTuple):
     """That a matcher ends its text within a number of tokens, while it knows a way to an end.
 
@@ -82,6 +99,17 @@ class Matcher(GrammarMatcher):
         the way.
         """
         return self
+
+    def source(self) -> Source | None:
+        """What may go along a draft in its place; None where it has to see every token itself.
+
+        ``follow`` brings it behind the draft.
+        """
+        return None
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Go where its ``source`` went, over these tokens, without asking any matcher."""
+        raise NotImplementedError(f"{type(self).__name__} has no source")
 
     @property
     def lenient(self) -> Matcher:
@@ -143,7 +171,7 @@ class Matcher(GrammarMatcher):
 
 
 class _PlainMatcher(Matcher):
-    """A matcher that cannot be asked more: xgrammar's own, or one from outside of this package."""
+    """A matcher that cannot be asked more: one from outside of this package."""
 
     accept_token: Callable[..., bool]
     fill_next_token_bitmask: Callable[..., bool]

@@ -17,7 +17,13 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
+from guided_spec.grammar.protocol import (
+    CompiledGrammar,
+    GrammarMatcher,
+    Matcher,
+    Source,
+    as_matcher,
+)
 from guided_spec.grammar.tables.token_table import TablePlace
 
 _LOG = logging.getLogger(__name__)
@@ -34,26 +40,80 @@ class Fork:
     """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
 
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
+
+    Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
+    cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
     """
 
     def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
-        self.matcher = as_matcher(matcher)
+        self._matcher = as_matcher(matcher)
         self._excluded = excluded
         self.token_ids: list[int] = []
+        self._source: Source | None = None  # goes alone
+        self._unheard: list[int] = []  # what it took, committed tokens among them
+
+    @property
+    def matcher(self) -> Matcher:
+        """Behind the draft."""
+        if self._source is not None:
+            self._settle()
+        return self._matcher
+
+    @matcher.setter
+    def matcher(self, matcher: Matcher) -> None:
+        self._settle()
+        self._matcher = matcher
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a library's own matcher goes alone: no budget has decided anything since."""
+        return self._source is not None
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the last token ended the text."""
+        if self._source is None:
+            return self._matcher.is_terminated()
+        return bool(self._unheard) and self._unheard[-1] in self._source.stops
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """See ``Matcher``."""
+        return self._matcher.row_source if self._source is None else self._source.matcher
+
+    def begin(self) -> None:
+        """What is accepted next is a draft."""
+        if self._source is None or len(self._unheard) >= self._source.reach:
+            self._settle()
+            source = self._matcher.source()
+            self._source = source if source is not None and source.reach > 0 else None
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, when the grammar refuses it."""
-        if token_id in self._excluded or not self.matcher.accept_token(token_id):
+        if token_id in self._excluded:
+            return False
+        source = self._source
+        if source is not None and len(self._unheard) >= source.reach:
+            self.begin()
+            source = self._source
+        if not (self._matcher if source is None else source.matcher).accept_token(token_id):
             return False
         self.token_ids.append(token_id)
+        if source is not None:
+            self._unheard.append(token_id)
         return True
 
     def rollback_to(self, length: int) -> None:
         """Go back until only the first ``length`` tokens of the draft are left."""
         surplus = len(self.token_ids) - length
-        if surplus > 0:
+        if surplus <= 0:
+            return
+        if self._source is not None and surplus <= len(self._unheard):
+            self._source.matcher.rollback(surplus)
+            del self._unheard[-surplus:]
+        else:
             self.matcher.rollback(surplus)
-            del self.token_ids[length:]
+        del self.token_ids[length:]
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
@@ -69,12 +129,24 @@ class Fork:
         rest = token_ids[agreed:]
         if not self._excluded.isdisjoint(rest):
             rest = list(takewhile(lambda token_id: token_id not in self._excluded, rest))
-        self.token_ids += rest[: self.matcher.read(rest)]
+        if self._source is None:
+            self.token_ids += rest[: self._matcher.read(rest)]
+        else:
+            for token_id in rest:
+                if self.is_terminated or not self.accept(token_id):
+                    break
         return len(self.token_ids)
 
     def commit(self) -> None:
         """What the fork is ahead by is committed: it cannot be taken back any more."""
         self.token_ids.clear()
+
+    def _settle(self) -> None:
+        """Bring the matcher to where its source went."""
+        self._source = None
+        if self._unheard:
+            self._matcher.follow(self._unheard)
+            self._unheard = []
 
 
 class Constraint:
@@ -139,6 +211,7 @@ class Constraint:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
         self._advance_fork()
         self._fork.rollback_to(0)
+        self._fork.begin()
         return self._fork
 
     def commit(self, token_ids: Sequence[int]) -> list[int]:
@@ -159,7 +232,7 @@ class Constraint:
             is_refused
             or fork.advance(taken) < len(taken)
             # A fork that takes the text for complete fills no more masks: nothing would be illegal.
-            or fork.matcher.is_terminated() != original.is_terminated()
+            or fork.is_terminated != original.is_terminated()
         ):
             taken = self._resync(token_ids)
         start = len(self.committed)
@@ -247,7 +320,7 @@ class Constraint:
             fork = self._fork
             fork.matcher = self._original.fork()
         self._settle_fork(fork, start)
-        if is_refused or fork.matcher.is_terminated():
+        if is_refused or fork.is_terminated:
             self._rebuild()
 
     def _settle_fork(self, fork: Fork, start: int) -> None:
@@ -263,8 +336,10 @@ class Constraint:
         It filled the rows, and still knows those on the way that was committed. Raises
         GrammarStateError where it has lost its way to the end of a text that must be whole.
         """
-        matcher = fork.matcher
         fork.commit()
+        if fork.is_alone:
+            return
+        matcher = fork.matcher
         if steered := matcher.steered:
             self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
         if matcher.has_lost_end and not self.has_lost_end:

@@ -62,7 +62,7 @@ class Walk:
         self.limit = self.until = limit
         self.drafted: list[int] = []
         self.filled = 0
-        self.has_ended = fork is not None and fork.matcher.is_terminated()
+        self.has_ended = fork is not None and fork.is_terminated
         self.is_open = limit > 0 and not self.has_ended
         self.is_paused = False
         self.stops: frozenset[int] | None = None
@@ -102,7 +102,7 @@ class Walk:
         elif fork is not None:
             if not fork.accept(token_id):
                 return False
-            self.has_ended = fork.matcher.is_terminated()
+            self.has_ended = fork.is_terminated
         self.drafted.append(token_id)
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
@@ -137,7 +137,7 @@ class Walk:
     def take(self, fork: Fork) -> None:
         """From here on the fork goes with the draft, of which there is nothing yet."""
         self.fork = fork
-        if fork.matcher.is_terminated():  # it disagrees with its text, which fails at the commit
+        if fork.is_terminated:  # it disagrees with its text, which fails at the commit
             self.end()
 
     def end(self) -> None:
@@ -205,8 +205,8 @@ class RowFiller:
                 if self._rows.has(walk.request, place):
                     continue
                 fork.advance(walk.text_at(place))
-                if not fork.matcher.is_terminated():
-                    self._rows.fill(fork.matcher, walk.request, place)
+                if not fork.is_terminated:
+                    self._rows.fill(fork.row_source, walk.request, place)
             fork.advance(walk.drafted)
 
     def _fill_patiently(self, walks: Sequence[Walk]) -> None:
@@ -248,11 +248,11 @@ class RowFiller:
         if len(fork.token_ids) > walk.filled:
             fork.rollback_to(walk.filled)
         for depth in range(walk.filled, len(walk.drafted)):
-            self._rows.fill(fork.matcher, walk.request, depth)
+            self._rows.fill(fork.row_source, walk.request, depth)
             fork.accept(walk.drafted[depth])
             walk.filled = depth + 1
         if walk.num_missing:
-            self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
+            self._rows.fill(fork.row_source, walk.request, len(walk.drafted))
             walk.filled += 1
 
     def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
@@ -277,13 +277,12 @@ class RowFiller:
         places: list[tuple[int, int]] = []
         for walk in walks:
             assert walk.fork is not None
-            matcher = walk.fork.matcher
-            source = matcher.row_source
+            source = walk.fork.row_source
             if batch.takes(source):
                 matchers.append(source)
                 places.append((walk.request, walk.filled))
             else:
-                self._rows.fill(matcher, walk.request, walk.filled)
+                self._rows.fill(source, walk.request, walk.filled)
         if matchers:
             self._rows.fill_many(batch, matchers, places)
 

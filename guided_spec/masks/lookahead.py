@@ -392,9 +392,9 @@ class Lookahead:
             self._fill([walk])
         if not self._rows.has(request, place):
             fork.advance(walk.text_at(place))
-            if fork.matcher.is_terminated():
+            if fork.is_terminated:
                 return None
-            self._rows.fill(fork.matcher, request, place)
+            self._rows.fill(fork.row_source, request, place)
         return self._rows.words(request, place)
 
     def can_grow(self, request: int) -> bool:
@@ -445,10 +445,10 @@ class Lookahead:
             walk.filled = sum(self._rows.has(walk.request, place) for place in (0, *places))
             if constraint.has_budget:  # the fork has to know again which of its rows it cut
                 fork.rollback_to(0)
-                self._rows.fill(fork.matcher, walk.request, 0)
+                self._rows.fill(fork.row_source, walk.request, 0)
                 for place, token_id in zip(places, tokens, strict=True):
-                    if fork.accept(token_id) and not fork.matcher.is_terminated():
-                        self._rows.fill(fork.matcher, walk.request, place)
+                    if fork.accept(token_id) and not fork.is_terminated:
+                        self._rows.fill(fork.row_source, walk.request, place)
         walk.drafted, walk.branches = tokens, []
 
     def start(self) -> None:

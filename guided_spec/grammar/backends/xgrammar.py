@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import xgrammar
 
@@ -16,7 +16,13 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
-from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
+from guided_spec.grammar.protocol import (
+    UNBOUND_REACH,
+    GrammarMatcher,
+    Matcher,
+    Source,
+    require_first_token,
+)
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
@@ -91,7 +97,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         spec, source = document.spec, _source_of(document)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
-        return XGrammarGrammar(compiled, style, self._without_bytes)
+        return self._grammar(compiled, style)
 
     def _compile_in_any_order(self, document: SpecDocument) -> XGrammarGrammar:
         """As grammars of its own where any object's keys can be freed."""
@@ -105,7 +111,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
             self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
         ]
         style = compiled[1] if spec.any_whitespace else None
-        return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
+        return self._grammar(compiled[0], style, free[0].notes)
 
     def _compile_tag(self, document: SpecDocument) -> XGrammarGrammar:
         spec, prepared = document.spec, prepare_tag(document.value)
@@ -114,7 +120,13 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         tag, named = with_tokens(prepared, self.vocabulary)
         compilers = self._tag_compiler(named) if named else None
         compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
-        return XGrammarGrammar(compiled, None, self._without_bytes - named)
+        return replace(self._grammar(compiled, None), excluded=self._without_bytes - named)
+
+    def _grammar(
+        self, compiled: Any, style: Any | None, notes: tuple[Unenforced, ...] = ()
+    ) -> XGrammarGrammar:
+        stops = self.vocabulary.stop_token_ids
+        return XGrammarGrammar(compiled, style, self._without_bytes, notes, stops)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
         """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
@@ -152,7 +164,7 @@ class XGrammarGrammar:
     """A grammar compiled by xgrammar; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
-    stops: the tokens that end a text; empty for those of the vocabulary.
+    stops: the tokens that end a text; empty for those that it was compiled with.
     """
 
     compiled: Any
@@ -181,7 +193,59 @@ class XGrammarGrammar:
     def _matcher(self, compiled: Any) -> GrammarMatcher:
         stops = [*self.stops] or None
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        return cast(GrammarMatcher, matcher)
+        return XGrammarMatcher(matcher, frozenset(self.stops or matcher.stop_token_ids))
+
+
+class XGrammarMatcher(Matcher):
+    """xgrammar's own matcher.
+
+    own: it. stops: the tokens that end a text. It knows itself whether one of them was accepted: to
+    ask takes as long as half a token does.
+    """
+
+    fill_next_token_bitmask: Callable[..., bool]
+
+    def __init__(self, own: Any, stops: frozenset[int]) -> None:
+        self._own, self._stops = own, stops
+        self._accept = own.accept_token
+        self.fill_next_token_bitmask = (
+            own.fill_next_token_bitmask
+        )  # a call costs no more than there
+        self._has_ended: bool = own.is_terminated()
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """xgrammar's, many of which are asked at once."""
+        own: GrammarMatcher = self._own
+        return own
+
+    def source(self) -> Source | None:
+        """xgrammar's, for good."""
+        return None if self._has_ended else Source(self._own, UNBOUND_REACH, self._stops)
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """See ``Matcher``."""
+        self._has_ended = bool(token_ids) and token_ids[-1] in self._stops
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        if not self._accept(token_id):
+            return False
+        self._has_ended = token_id in self._stops
+        return True
+
+    def fork(self) -> XGrammarMatcher:
+        """An independent copy at the same position."""
+        return XGrammarMatcher(self._own.fork(), self._stops)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens."""
+        self._own.rollback(num_tokens)
+        self._has_ended = self._has_ended and num_tokens == 0
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._has_ended
 
 
 def _with_prefixes(info: Any) -> Any:

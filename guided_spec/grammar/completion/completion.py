@@ -49,6 +49,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
+    Source,
     WrappedGrammar,
     WrappedMatcher,
     legal_row,
@@ -337,6 +338,20 @@ class CompletingMatcher(WrappedMatcher):
         # Where costs are searched for, a table's ends say little: as far as nobody has to look.
         found.spare = known.until - len(self._token_ids)
         return found if self._is_free() else None
+
+    def source(self) -> Source | None:
+        """The inner matcher's, up to where an end is looked for again."""
+        found, known = self._inner.source(), self._known[-1]
+        if found is None or known.state is None:
+            return found
+        reach = known.until - 1 - len(self._token_ids)
+        return found._replace(reach=min(found.reach, reach)) if self._is_free() else None
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """See ``Matcher``."""
+        self._inner.follow(token_ids)
+        self._token_ids += token_ids
+        self._known += [self._known[-1]] * len(token_ids)
 
     def read(self, token_ids: Sequence[int]) -> int:
         """Tokens behind which nobody has to look for an end are the inner matcher's alone."""

@@ -22,6 +22,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
+    Source,
     accept_tokens,
     as_matcher,
 )
@@ -31,6 +32,9 @@ from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, Tabl
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 _LOG = logging.getLogger(__name__)
+
+
+WITHOUT_A_LOOK = 64  # tokens behind which a text sees that its grammar has a table now
 
 
 class TabledGrammar:
@@ -171,6 +175,19 @@ class TabledMatcher(Matcher):
         """None without a table, and where the text has left it."""
         state, table = self._state(), self._table
         return None if table is None or state < 0 else TablePlace(table, state)
+
+    def source(self) -> Source | None:
+        """The grammar's own matcher's where the table has no row."""
+        found = self._matcher().source() if self._state() == OUTSIDE else None
+        return found and found._replace(reach=min(found.reach, WITHOUT_A_LOOK))
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """See ``Matcher``; also where a table has come since."""
+        assert self._own is not None
+        self._own.follow(token_ids)
+        self._num_read += len(token_ids)
+        self._token_ids += token_ids
+        self._states += [OUTSIDE] * len(token_ids)
 
     def read(self, token_ids: Sequence[int]) -> int:
         """As far as the text keeps to the table, a look-up for each token."""
