@@ -28,7 +28,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
 )
 from guided_spec.models.packed.packed_lm import LineShape, Rows, split_places
-from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
+from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.host import host_integers, to_device
 
@@ -252,8 +252,8 @@ class PackedSlotHead:
         self._hidden = torch.zeros(limits.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
-        self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
-        self._has_appended = False  # whether the graph that appends stands where these rows do
+        # Of the rows that stand where the graph stands that appends.
+        self._scored: tuple[tuple[int, ...], Scored] | None = None
 
     def depth(self, slot: int) -> int:
         """Draft tokens behind the verified ones."""
@@ -329,12 +329,12 @@ class PackedSlotHead:
         size = bucket(len(slots), ROW_SIZES)
         self.slots.blocks.upload()  # the slots may have grown since anything was read
         inputs = {"token_ids": pad_rows(token_ids, size)}
-        is_scored = self._scored is not None and self._scored[0] == tuple(slots)
-        if not is_scored or not self._has_appended:
+        if self._scored is None or self._scored[0] != tuple(slots):
             inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
             inputs["places"] = pack_places((slots, self._ends(slots)), size)
-        self._keep(slots, self.graphs.run(("append", size), inputs, self._append_one))
-        self._has_appended = True
+        scored = self.graphs.run(("append", size), inputs, self._append_one)
+        rows = Scored(*(part[: len(slots)] for part in scored))
+        self._scored = (tuple(slots), rows)
         for slot in slots:
             self._depths[slot] += 1
 
@@ -362,36 +362,25 @@ class PackedSlotHead:
         del size, count
         return True
 
-    def blank(self, size: int) -> Inputs:
+    def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
         """See ``DraftForward``."""
-        logits = self._packed.logits(self._hidden[:1])
-        return {"logits": logits.new_zeros(size, logits.shape[1])}
-
-    def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
-        """See ``DraftForward``.
-
-        What the last forward left is fed; computed here where it is of other slots, so that a graph
-        of each size serves both.
-        """
         del count
         self.slots.blocks.upload()  # the slots may have grown since anything was read
-        return DraftStart(self._ends(slots), {"logits": self.logits(slots)})
+        return self._ends(slots)
 
-    def draft(self, inputs: Inputs, count: int, pick: Pick) -> Scored:
+    def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
         """See ``DraftForward``."""
         slots, starts, _ = inputs["places"].unbind(0)
-        hidden, logits = self._hidden[slots], inputs["logits"]
+        hidden = self._hidden[slots]
         for depth in range(count):
-            token_ids = pick(depth, logits)
+            token_ids = pick(depth, self._packed.logits(hidden))
             if depth < count - 1:
                 hidden = self._step(token_ids, hidden, slots, starts + depth)
-                logits = self._packed.logits(hidden)
         self._hidden[slots] = hidden
-        return Scored(hidden, logits)
 
-    def end_draft(self, slots: Sequence[int], count: int, left: Scored) -> None:
+    def end_draft(self, slots: Sequence[int], count: int) -> None:
         """See ``DraftForward``."""
-        self._keep(slots, left)
+        self._scored = None
         for slot in slots:
             self._depths[slot] += count - 1
 
@@ -448,19 +437,20 @@ class PackedSlotHead:
             "last": pad_to(last, (shape.num_rows,)),
         }
         key = ("read", shape) if self.graphs.has(shape.size) else None
-        self._keep(rows.slots, self.graphs.run(key, inputs, partial(self._read, shape.width)))
+        self.graphs.run(key, inputs, partial(self._read, shape.width))
+        self._scored = None
 
     @property
     def _room(self) -> tuple[int, int]:
         return self._limits.num_slots, self._limits.width
 
-    def _read(self, width: int, inputs: Inputs) -> Scored:
+    def _read(self, width: int, inputs: Inputs) -> None:
         token_ids = inputs["token_ids"]
         tokens, rows = split_places(inputs["places"], len(token_ids))
         hidden = self._packed.head.features(inputs["states"].to(self._dtype))
         places = self._places(tokens, rows, width)
         hidden = self._packed.forward(token_ids, hidden, places, self.slots.memory)
-        return self._score(rows[0], hidden[inputs["last"]])
+        self._hidden[rows[0]] = hidden[inputs["last"]]
 
     def _places(self, tokens: Tensor, rows: Tensor, width: int) -> SlotPlaces:
         return SlotPlaces(
@@ -473,7 +463,8 @@ class PackedSlotHead:
         output = self._step(inputs["token_ids"], hidden, places[0], places[1])
         hidden.copy_(output)
         places[1] += 1
-        return self._score(places[0], output)
+        self._hidden[places[0]] = output
+        return Scored(output, self._packed.logits(output))
 
     def _step(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
         """One token a row, [R] each and hidden [R, H]."""
@@ -482,14 +473,6 @@ class PackedSlotHead:
         return self._packed.forward(
             token_ids, hidden, self._places(rows[:2], rows, width=1), self.slots.memory
         )
-
-    def _score(self, slots: Tensor, hidden: Tensor) -> Scored:
-        self._hidden[slots] = hidden
-        return Scored(hidden, self._packed.logits(hidden))
-
-    def _keep(self, slots: Sequence[int], scored: Scored) -> None:
-        rows = Scored(*(part[: len(slots)] for part in scored))
-        self._scored, self._has_appended = (tuple(slots), rows), False
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         key = tuple(slots)

@@ -77,14 +77,6 @@ class _Best(NamedTuple):
         return torch.stack(picked, 1)
 
 
-class DraftStart(NamedTuple):
-    """Where drafts of R texts begin: the place of the first token of each, and what
-    ``DraftForward.draft`` reads besides, [R, ...] each."""
-
-    starts: Sequence[int]
-    fed: Inputs
-
-
 class DraftForward(Protocol):
     """A head's part of whole drafts.
 
@@ -100,23 +92,18 @@ class DraftForward(Protocol):
         """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
         ...
 
-    def blank(self, size: int) -> Inputs:
-        """``DraftStart.fed`` of rows that nobody uses."""
+    def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
+        """Before a draft of ``count`` tokens: where it begins, [R]; the slots have room for it."""
         ...
 
-    def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
-        """Before a draft of ``count`` tokens: the slots have room for it."""
-        ...
+    def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
+        """Inside of the graph: tokens that ``pick`` picks.
 
-    def draft(self, inputs: Inputs, count: int, pick: Pick) -> Any:
-        """Inside of the graph: tokens that ``pick`` picks; returns what ``end_draft`` gets.
-
-        inputs: what ``begin_draft`` said, and "places": int64 [3, R], the slots, -1 for an unused
-        row, and their starts first.
+        inputs: "places", int64 [3, R]: the slots, -1 for an unused row, and their starts first.
         """
         ...
 
-    def end_draft(self, slots: Sequence[int], count: int, left: Any) -> None:
+    def end_draft(self, slots: Sequence[int], count: int) -> None:
         """All but the last token are appended to the slots' drafts."""
         ...
 
@@ -184,7 +171,7 @@ class WholeDrafts:
         """
         self._lengths.add(count)
         key = (picker.key, count, *([given] if given else []), size)
-        inputs = {**self._forward.blank(size), **picker.inputs(key, size), "places": _still(size)}
+        inputs = {**picker.inputs(key, size), "places": _still(size)}
         if given:
             inputs["given"] = torch.full((size, given), -1)
         kept = key if self._forward.has_graph(size, count) else None
@@ -200,24 +187,22 @@ class WholeDrafts:
     ) -> Any:
         size, count = bucket(len(slots), ROW_SIZES), self.length(count)
         body = partial(self._draft, picker, count)
-        start = self._forward.begin_draft(slots, count)
-        fed = dict(start.fed)
+        starts = self._forward.begin_draft(slots, count)
+        key = (picker.key, count, *(() if given is None else (count,)), size)
+        inputs = dict(picker.inputs(key, size))
         if given is not None:
             given = functional.pad(given, (0, count - given.shape[1]), value=-1)
-            fed["given"] = given
-        inputs = {name: pad_rows(value, size) for name, value in fed.items()}
-        key = (picker.key, count, *(() if given is None else given.shape[1:]), size)
-        inputs |= picker.inputs(key, size)
+            inputs["given"] = pad_rows(given, size)
         if key not in self._graphs:
             # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
             self._graphs.prepare(key, {**inputs, "places": _still(size)}, body)
-        places = (slots, start.starts, [picker.ticket] * len(slots))
+        places = (slots, starts, [picker.ticket] * len(slots))
         inputs["places"] = pack_places(places, size)
-        found, left = self._graphs.run(key, inputs, body, beside=beside)
-        self._forward.end_draft(slots, count, left)
+        found = self._graphs.run(key, inputs, body, beside=beside)
+        self._forward.end_draft(slots, count)
         return found
 
-    def _draft(self, picker: Picker, count: int, inputs: Inputs) -> tuple[Tensor | None, Any]:
+    def _draft(self, picker: Picker, count: int, inputs: Inputs) -> Tensor | None:
         ticket, given, picked = inputs["places"][2, :1], inputs.get("given"), list[Tensor]()
 
         def pick(depth: int, logits: Tensor) -> Tensor:
@@ -226,8 +211,8 @@ class WholeDrafts:
                 return picked[-1]
             return torch.where(given[:, depth] < 0, picked[-1], given[:, depth])
 
-        left = self._forward.draft(inputs, count, pick)
-        return picker.found(picked), left
+        self._forward.draft(inputs, count, pick)
+        return picker.found(picked)
 
 
 def _still(size: int) -> Tensor:

@@ -36,7 +36,7 @@ from guided_spec.models.packed.graph_pool import (
 from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
 from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
-from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
+from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, store_keys_values
 from guided_spec.ops.host import to_device
 
@@ -235,28 +235,23 @@ class BlockRunner:
         assert self._ahead is not None
         return _has_graph(self._ahead.graphs, size, count)
 
-    def blank(self, size: int) -> Inputs:
-        """See ``DraftForward``."""
-        return {"last": torch.zeros(size, dtype=torch.int64)}
-
-    def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
+    def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
         """See ``DraftForward``; count: ``width`` at most."""
         assert self._ahead is not None
-        last = self._trail[self._index(slots), 0]
-        return DraftStart(self._ahead.starts(slots, count), {"last": last})
+        return self._ahead.starts(slots, count)
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
         """See ``DraftForward``: the places are scored by one forward."""
         assert self._ahead is not None
         slots, starts, _ = inputs["places"].unbind(0)
-        before = inputs["last"]
+        before = self._trail[slots, 0]
         outputs = self._ahead.outputs(slots, starts, before, count)
         for depth, logits in enumerate(self._ahead.logits(outputs).unbind(1)):
             if self._ahead.transition is not None:
                 logits = self._ahead.transition.step(logits, outputs[:, depth], before)
             before = pick(depth, logits)
 
-    def end_draft(self, slots: Sequence[int], count: int, left: None) -> None:
+    def end_draft(self, slots: Sequence[int], count: int) -> None:
         """See ``DraftForward``: nothing of the block is kept."""
 
     @torch.inference_mode()
