@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.types import Noise, SamplingParams, Verifier
+
+ALIGNED = 16  # numbers: Triton compiles a kernel anew for memory that begins elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,17 @@ class Sampling:
     def stack(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
     ) -> Sampling:
-        """One row for each of ``params``, on ``device``."""
+        """One row for each of ``params``, on ``device``; two copies, however many there are."""
+        numbers = [[p.temperature, p.top_p, p.min_p] for p in params]
+        temperature, top_p, min_p = _columns(numbers, 3, device, torch.float32)
+        integers = [[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)]
+        top_k, own_seeds = _columns(integers, 2, device, torch.int64)
         return cls(
-            temperature=to_device([p.temperature for p in params], device, torch.float32),
-            top_k=to_device([p.top_k for p in params], device),
-            top_p=to_device([p.top_p for p in params], device, torch.float32),
-            min_p=to_device([p.min_p for p in params], device, torch.float32),
-            seeds=to_device(seeds, device),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=own_seeds,
             all_greedy=all(p.temperature == 0 for p in params),
             any_top_k=any(p.top_k > 0 for p in params),
             any_top_p=any(p.top_p < 1 for p in params),
@@ -59,6 +66,16 @@ class Sampling:
         """The rows of ``requests`` int64 [R]; the flags stay those of the whole batch."""
         names = ("temperature", "top_k", "top_p", "min_p", "seeds")
         return replace(self, **{name: getattr(self, name)[requests] for name in names})
+
+
+def _columns(
+    rows: Sequence[Sequence[float]], count: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Of rows of ``count`` numbers each the columns, each as memory of its own would be aligned."""
+    length = -(-max(len(rows), 1) // ALIGNED) * ALIGNED
+    packed = np.zeros((count, length), dtype=np.int64 if dtype == torch.int64 else np.float32)
+    packed[:, : len(rows)] = np.array(rows, dtype=packed.dtype).reshape(len(rows), count).T
+    return tuple(column[: len(rows)] for column in to_device(packed, device, dtype).unbind(0))
 
 
 class VerifyRows(NamedTuple):
