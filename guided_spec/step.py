@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from guided_spec.ops.sampling.logprobs import (
     gather_step_probs,
 )
 from guided_spec.ops.sampling.verify import VERIFIERS, verify
-from guided_spec.types import Accepted, Draft, Noise
+from guided_spec.types import Accepted, Draft, Noise, TokenLogprobs
 
 __all__ = ["VERIFIERS", "Branch", "Committed", "Step", "commit", "speculative_step"]
 
@@ -58,6 +59,12 @@ class Step(NamedTuple):
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
     branch: Branch | None = None
+
+    def token_logprobs(self, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
+        """Of the tokens that each request gained; none where nobody asks."""
+        if self.logprobs is None:
+            return [[] for _ in committed]
+        return self.logprobs.records([row.token_ids for row in committed])
 
 
 class Branch(NamedTuple):

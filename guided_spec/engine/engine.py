@@ -35,7 +35,7 @@ from guided_spec.engine.target import (
     scored_length,
     tokens_along,
 )
-from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
+from guided_spec.errors import GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
@@ -45,7 +45,8 @@ from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.trace.record import see_step
-from guided_spec.types import TokenLogprobs
+
+BOUND_AT_ONCE = 8  # texts that get their grammars while a step runs: more would hold it up
 
 
 class Piece(NamedTuple):
@@ -231,22 +232,26 @@ class Engine:
         for request in self._scheduler.ready():
             if not self.model.has_blocks(len(request.text.tokens) + self.config.longest_draft):
                 break  # else it would read its prompt, and go back to the queue
-            try:
-                if request.job.grammar is not None and request.text.constraint is None:
-                    request.bind(request.job.grammar.result())
-            except GuidedSpecError as error:
-                self._end(request, error)
-                continue
-            except Exception as error:  # a backend may raise anything; it concerns this request
-                self._end(request, GrammarError(f"the grammar could not be compiled: {error}"))
-                continue
-            self._scheduler.admit(request)
-            request.num_cached, request.is_begun = 0, False
-            request.stats.start()
+            if self._bind(request):
+                self._scheduler.admit(request)
+                request.num_cached, request.is_begun = 0, False
+                request.stats.start()
+
+    def _bind(self, request: Request) -> bool:
+        """Give it its compiled grammar; False where that cannot be, with which it ends."""
+        try:
+            request.take_grammar()
+        except GuidedSpecError as error:
+            self._end(request, error)
+        return request.state is not State.FINISHED
+
+    def _bind_next(self) -> None:
+        """Those that come next, while the device works. Several processes have to agree on when."""
+        for request in [] if self._is_parallel else self._scheduler.coming(BOUND_AT_ONCE):
+            self._bind(request)
 
     def _wait_for_a_grammar(self) -> None:
-        # Not for ever: a cancellation has to be seen.
-        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")
+        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")  # or it is cancelled
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:
         jobs = [request.job for request in self._scheduler]
@@ -544,6 +549,7 @@ class Engine:
             launches_at_once=self._target.launches_at_once,
         )
         self._carry = step.carry
+        self._bind_next()
         if self._runs_ahead(batch, pace):
             self._target.run_ahead(batch, step.accepted.token_ids)
         committed = self._commit(batch, step)
@@ -551,7 +557,7 @@ class Engine:
         ended = time.perf_counter()
         if pace is not None:
             pace.count(StepTaken.of(batch, committed, ended - (self._ended or started)))
-        logprobs = _logprobs(step, committed)
+        logprobs = step.token_logprobs(committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
@@ -592,9 +598,3 @@ def _next_piece(request: Request, most: int) -> Piece:
     start = request.num_cached
     end = start + min(most, request.num_unread)
     return Piece(request, PromptPiece(request.text.slot, start, request.text.tokens[start:end]))
-
-
-def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
-    if step.logprobs is None:
-        return [[] for _ in committed]
-    return step.logprobs.records([row.token_ids for row in committed])

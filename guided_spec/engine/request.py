@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestStats
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import GrammarError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.markers import Marker
@@ -250,6 +250,20 @@ class Request:
             if state == len(marker):
                 return at + 1
         return len(token_ids)
+
+    def take_grammar(self) -> None:
+        """Bind the text, once, to the grammar that was asked for; it is compiled, or has failed.
+
+        Raises what is wrong with the grammar, and what ``bind`` raises.
+        """
+        if self.job.grammar is None or self.text.constraint is not None:
+            return
+        try:
+            self.bind(self.job.grammar.result())
+        except GuidedSpecError:
+            raise
+        except Exception as error:  # a backend may raise anything; it concerns this request
+            raise GrammarError(f"the grammar could not be compiled: {error}") from error
 
     def bind(self, grammar: CompiledGrammar) -> None:
         """Constrain the text to a grammar.

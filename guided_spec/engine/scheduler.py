@@ -75,8 +75,12 @@ class Scheduler:
 
         A request whose grammar is still being compiled is overtaken by those behind it.
         """
+        return self.coming(len(self._free))
+
+    def coming(self, most: int) -> list[Request]:
+        """``ready`` of up to ``most`` free slots, however many there are now."""
         done = (r for r in self._waiting if r.job.grammar is None or r.job.grammar.done())
-        return list(islice(done, len(self._free)))
+        return list(islice(done, most))
 
     def alike(self, request: Request) -> list[Request]:
         """The requests that hold a slot and may have the request's prompt, by slot; itself too."""

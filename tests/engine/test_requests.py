@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.request import Request
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -214,3 +215,27 @@ def test_chat_prompts(llm: LLM) -> None:
     assert "the chat template refused it: no tools" in str(outputs[1].error)
     output = llm.generate(chat, params, on_error="return")[0]
     assert "the tokenizer has no chat template" in str(output.error)
+
+
+def test_texts_get_their_grammars_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they have a slot: the device would wait for that between two steps."""
+    events, take, finish = list[str](), Request.take_grammar, Request.finish
+
+    def taking(request: Request) -> None:
+        if request.text.constraint is None:
+            events.append("grammar")
+        take(request)
+
+    def finishing(request: Request, *args: Any) -> None:
+        events.append("end")
+        finish(request, *args)
+
+    monkeypatch.setattr(Request, "take_grammar", taking)
+    monkeypatch.setattr(Request, "finish", finishing)
+    grammars = [FORCED, CHARACTERS, GrammarSpec.regex("[ab]{9}")]
+    with make_llm("llama", max_batch_size=1) as llm:
+        params = [SamplingParams(max_tokens=99, grammar=grammar) for grammar in grammars]
+        llm.compile(grammars)
+        outputs = llm.generate(["The name"] * 3, params)
+    assert events == ["grammar"] * 3 + ["end"] * 3
+    assert all(output.completions[0].is_complete for output in outputs)

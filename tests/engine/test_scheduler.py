@@ -139,3 +139,14 @@ def test_slots_are_given_out_in_order_after_any_order_of_return() -> None:
         scheduler.remove_finished()
     admit_all(scheduler)
     assert [one.text.slot for one in requests[3:]] == [0, 1, 2]
+
+
+def test_those_that_come_next_need_no_free_slot() -> None:
+    slow: Future[CompiledGrammar] = Future()
+    scheduler = Scheduler(1)
+    first, waiting, *others = request(), request(slow), *(request() for _ in range(3))
+    for one in (first, waiting, *others):
+        scheduler.add(one)
+    admit_all(scheduler)
+    assert scheduler.ready() == []
+    assert scheduler.coming(2) == others[:2]
