@@ -210,9 +210,9 @@ def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows
     rows = np.full((len(draft) + 1, words), -1, dtype=np.int32)
     count = 0
     for token_id in (*draft, None):
-        if fork.matcher.is_terminated():
+        if fork.is_terminated:
             break
-        fork.matcher.fill_next_token_bitmask(rows, count)
+        fork.row_source.fill_next_token_bitmask(rows, count)
         count += 1
         is_legal = token_id is not None and row_allows(rows[count - 1], token_id)
         if not is_legal or token_id is None or not fork.accept(token_id):
