@@ -207,10 +207,9 @@ class XGrammarMatcher(Matcher):
 
     def __init__(self, own: Any, stops: frozenset[int]) -> None:
         self._own, self._stops = own, stops
+        # Its own methods, so that a call costs no more than there.
         self._accept = own.accept_token
-        self.fill_next_token_bitmask = (
-            own.fill_next_token_bitmask
-        )  # a call costs no more than there
+        self.fill_next_token_bitmask = own.fill_next_token_bitmask
         self._has_ended: bool = own.is_terminated()
 
     @property
