@@ -22,7 +22,6 @@ from guided_spec.masks.lookahead import Scored as Options
 from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
-from guided_spec.models.packed.slot_head import Scored
 from guided_spec.ops import mailbox
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.ops.trees.token_tree import TokenTree
@@ -84,8 +83,7 @@ class Device(GraphPool):
         self.running[-1].start()
         if beside is not None:  # else the device needs nothing from the host
             beside()
-        size = len(inputs["places"][0])
-        return None, Scored(torch.empty(size, 0), torch.empty(size, 0))  # nobody looks here
+        return None  # what was drawn is in buffers
 
     @torch.inference_mode()
     def _run(self, body: Callable[[Inputs], Any], inputs: Inputs) -> None:

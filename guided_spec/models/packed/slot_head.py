@@ -209,13 +209,6 @@ class PackedHead(Protocol):
         ...
 
 
-class Scored(NamedTuple):
-    """Where a forward left its rows: hidden [R, H] and logits [R, D]."""
-
-    hidden: Tensor
-    logits: Tensor
-
-
 class PackedSlotHead:
     """What ``SlotHead`` is, for heads in packed form.
 
@@ -252,8 +245,8 @@ class PackedSlotHead:
         self._hidden = torch.zeros(limits.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
-        # Of the rows that stand where the graph stands that appends.
-        self._scored: tuple[tuple[int, ...], Scored] | None = None
+        # The slots where the graph stands that appends, and their logits [R, D].
+        self._scored: tuple[tuple[int, ...], Tensor] | None = None
 
     def depth(self, slot: int) -> int:
         """Draft tokens behind the verified ones."""
@@ -332,9 +325,8 @@ class PackedSlotHead:
         if self._scored is None or self._scored[0] != tuple(slots):
             inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
             inputs["places"] = pack_places((slots, self._ends(slots)), size)
-        scored = self.graphs.run(("append", size), inputs, self._append_one)
-        rows = Scored(*(part[: len(slots)] for part in scored))
-        self._scored = (tuple(slots), rows)
+        logits: Tensor = self.graphs.run(("append", size), inputs, self._append_one)
+        self._scored = (tuple(slots), logits[: len(slots)])
         for slot in slots:
             self._depths[slot] += 1
 
@@ -342,7 +334,7 @@ class PackedSlotHead:
     def logits(self, slots: Sequence[int]) -> Tensor:
         """[R, D]: the scores of the token that follows each slot's draft."""
         if self._scored is not None and self._scored[0] == tuple(slots):
-            return self._scored[1].logits
+            return self._scored[1]
         return self._packed.logits(self._hidden[self._index(slots)])
 
     def masked(
@@ -457,14 +449,14 @@ class PackedSlotHead:
             tokens, rows, self.slots.blocks.tables, self.slots.blocks.max_length, width
         )
 
-    def _append_one(self, inputs: Inputs) -> Scored:
-        """One step; the inputs are left as the next one needs them."""
+    def _append_one(self, inputs: Inputs) -> Tensor:
+        """One step's logits; the inputs are left as the next one needs them."""
         hidden, places = inputs["hidden"], inputs["places"]
         output = self._step(inputs["token_ids"], hidden, places[0], places[1])
         hidden.copy_(output)
         places[1] += 1
         self._hidden[places[0]] = output
-        return Scored(output, self._packed.logits(output))
+        return self._packed.logits(output)
 
     def _step(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
         """One token a row, [R] each and hidden [R, H]."""
