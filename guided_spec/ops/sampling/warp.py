@@ -46,10 +46,11 @@ class Sampling:
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
     ) -> Sampling:
         """One row for each of ``params``, on ``device``; two copies, however many there are."""
-        numbers = [[p.temperature, p.top_p, p.min_p] for p in params]
-        temperature, top_p, min_p = _columns(numbers, 3, device, torch.float32)
-        integers = [[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)]
-        top_k, own_seeds = _columns(integers, 2, device, torch.int64)
+        numbers = [[p.temperature for p in params], [p.top_p for p in params]]
+        numbers.append([p.min_p for p in params])
+        temperature, top_p, min_p = _together(numbers, device, torch.float32)
+        integers = [[p.top_k for p in params], seeds]
+        top_k, own_seeds = _together(integers, device, torch.int64)
         return cls(
             temperature=temperature,
             top_k=top_k,
@@ -68,14 +69,15 @@ class Sampling:
         return replace(self, **{name: getattr(self, name)[requests] for name in names})
 
 
-def _columns(
-    rows: Sequence[Sequence[float]], count: int, device: torch.device, dtype: torch.dtype
+def _together(
+    columns: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Of rows of ``count`` numbers each the columns, each as memory of its own would be aligned."""
-    length = -(-max(len(rows), 1) // ALIGNED) * ALIGNED
-    packed = np.zeros((count, length), dtype=np.int64 if dtype == torch.int64 else np.float32)
-    packed[:, : len(rows)] = np.array(rows, dtype=packed.dtype).reshape(len(rows), count).T
-    return tuple(column[: len(rows)] for column in to_device(packed, device, dtype).unbind(0))
+    """Columns of one length in one copy, each aligned as memory of its own would be."""
+    width = len(columns[0])
+    length = -(-max(width, 1) // ALIGNED) * ALIGNED
+    packed = np.zeros((len(columns), length), np.int64 if dtype == torch.int64 else np.float32)
+    packed[:, :width] = np.array(columns, dtype=packed.dtype)
+    return tuple(column[:width] for column in to_device(packed, device, dtype).unbind(0))
 
 
 class VerifyRows(NamedTuple):
