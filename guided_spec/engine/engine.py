@@ -251,7 +251,7 @@ class Engine:
             self._bind(request)
 
     def _wait_for_a_grammar(self) -> None:
-        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")  # or it is cancelled
+        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")  # sees cancellations
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:
         jobs = [request.job for request in self._scheduler]
@@ -549,9 +549,9 @@ class Engine:
             launches_at_once=self._target.launches_at_once,
         )
         self._carry = step.carry
-        self._bind_next()
         if self._runs_ahead(batch, pace):
             self._target.run_ahead(batch, step.accepted.token_ids)
+        self._bind_next()
         committed = self._commit(batch, step)
         count_step(requests, step, committed)
         ended = time.perf_counter()
