@@ -59,10 +59,6 @@ class Source(NamedTuple):
     stops: frozenset[int]
 
 
-# Of a matcher that is asked for every token.
-UNBOUND_REACH = 2**62
-
-
 class Budget(NamedTuple):
     """That a matcher ends its text within a number of tokens, while it knows a way to an end.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint, Fork
-from guided_spec.ops.mask_words import full_row, num_mask_words
 from tests.masks.walks import BYTES, EOS
 
 SIZE = BYTES.vocab_size
@@ -43,11 +42,7 @@ def grammar_of(at: int, budget: int | None) -> CompiledGrammar:
     return ENDINGS.bound(compiled, max(budget, (9, 9, 2)[at]), is_required=True)
 
 
-def row_of(matcher: GrammarMatcher) -> NDArray[np.int32]:
-    row = np.zeros((1, num_mask_words(SIZE)), dtype=np.int32)
-    matcher.fill_next_token_bitmask(row)
-    own: NDArray[np.int32] = row[0] & full_row(SIZE)
-    return own
+row_of = partial(legal_row, vocab_size=SIZE)
 
 
 def legal(row: NDArray[np.int32]) -> list[int]:

@@ -17,7 +17,6 @@ from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import (
-    UNBOUND_REACH,
     GrammarMatcher,
     Matcher,
     Source,
@@ -27,6 +26,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.token_table import UNBOUND
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -220,7 +220,7 @@ class XGrammarMatcher(Matcher):
 
     def source(self) -> Source | None:
         """xgrammar's, for good."""
-        return None if self._has_ended else Source(self._own, UNBOUND_REACH, self._stops)
+        return None if self._has_ended else Source(self._own, UNBOUND, self._stops)
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """See ``Matcher``."""
