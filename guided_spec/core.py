@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -26,11 +27,16 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, Verifier
 
 
 class PromptPiece(NamedTuple):
-    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already."""
+    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already.
+
+    following: the token behind them, which a head reads with the last one's hidden states; None
+    where nobody says.
+    """
 
     slot: int
     start: int
     token_ids: list[int]
+    following: int | None = None
 
 
 class BegunPrompt(NamedTuple):
@@ -53,11 +59,14 @@ class TargetOutput(NamedTuple):
     hidden_states: [B, K + 1, len(aux_hidden_layers) * H], in the order of the layers; None when the
         proposer asked for none.
     counts: [B] how many of the K + 1 tokens each row was read for; None for all.
+    prompts: the hidden states [n, len(aux_hidden_layers) * H] of prompts that it read besides, by
+        slot, as far as they are at hand.
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
     counts: Sequence[int] | None = None
+    prompts: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(slots=True)

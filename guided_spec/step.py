@@ -112,7 +112,7 @@ class Branch(NamedTuple):
         """What the forward gave for it."""
         logits, states = self.of_rows(output.logits), self.of_rows(output.hidden_states)
         assert logits is not None
-        return TargetOutput(logits, states)
+        return TargetOutput(logits, states, prompts=output.prompts)
 
 
 class Committed(NamedTuple):

@@ -595,6 +595,6 @@ class Engine:
 
 def _next_piece(request: Request, most: int) -> Piece:
     """Up to ``most`` tokens of what is not read of a request."""
-    start = request.num_cached
+    start, tokens = request.num_cached, request.text.tokens
     end = start + min(most, request.num_unread)
-    return Piece(request, PromptPiece(request.text.slot, start, request.text.tokens[start:end]))
+    return Piece(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens[end]))

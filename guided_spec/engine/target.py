@@ -138,6 +138,13 @@ class _Line(NamedTuple):
         return ((prompt, places[prompt.slot]) for prompt in self.prompts)
 
 
+class _LineRead(NamedTuple):
+    """A line's forward. prompts: the hidden states of its prompts, by slot, if any are captured."""
+
+    output: LineOutput
+    prompts: dict[int, Tensor]
+
+
 class ForwardAhead(NamedTuple):
     """A forward over the tokens that a step has drawn, launched before the host knows them.
 
@@ -162,7 +169,7 @@ class ForwardAhead(NamedTuple):
                 return None
         if len(rows) == len(self.slots):
             return self.output
-        logits, hidden, _ = self.output
+        logits, hidden = self.output.logits, self.output.hidden_states
         index = to_device(rows, logits.device)
         return TargetOutput(logits[index], None if hidden is None else hidden[index])
 
@@ -261,7 +268,7 @@ class SlotTarget:
             line = _Line.of(Rows((), (), ()), prompts)
             self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
             return
-        slots, starts, tokens = zip(*prompts, strict=True)
+        slots, starts, tokens, _ = zip(*prompts, strict=True)
         counts = [len(row) for row in tokens]
         inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
@@ -300,21 +307,22 @@ class SlotTarget:
             cuts = [total, total + batch * width] if is_ragged else [0, 0]
             picked, places, mixed = index.tensor_split(cuts)
             fed = fed[picked] if is_ragged else fed
-        output = self._read_line(fed, line, answer)
-        states, hidden = output.states[:total], output.hidden_states
+        (states, hidden), prompts = self._read_line(fed, line, answer)
         if own is not None:
-            states, hidden = output.states[mixed], None if hidden is None else hidden[mixed]
+            states, hidden = states[mixed], None if hidden is None else hidden[mixed]
+        else:
+            states = states[:total]
         logits = self._model.logits(states)
         if is_ragged:
             logits = logits[places]
         if hidden is not None:  # a copy: the next forward overwrites these
             hidden = hidden[places] if is_ragged else hidden[:total].clone()
             hidden = hidden.view(batch, width, -1)
-        return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts)
+        return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts, prompts)
 
     def _read_line(
         self, token_ids: Tensor, line: _Line, answer: Callable[[], None] | None = None
-    ) -> LineOutput:
+    ) -> _LineRead:
         """Tokens int64 [M] on the device that are verified, and prompts, whose states are kept."""
         device, prompts = self._model.device, line.prompts
         if prompts:
@@ -326,13 +334,15 @@ class SlotTarget:
         if line.own is not None:
             token_ids = token_ids[to_device(line.order(), device)]
         output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
+        found = dict[int, Tensor]()
         if output.hidden_states is not None and prompts:
             # A copy: the next forward overwrites these, and a proposer reads them behind it.
             hidden = output.hidden_states.clone()
-            for (slot, _, read_ids), first in line.pieces():
-                states = hidden[first : first + len(read_ids)]
-                self._states.add([slot], [len(states)], states.unsqueeze(0))
-        return output
+            for piece, first in line.pieces():
+                states = hidden[first : first + len(piece.token_ids)]
+                found[piece.slot] = states
+                self._states.add([piece.slot], [len(states)], states.unsqueeze(0))
+        return _LineRead(output, found)
 
     def commit(
         self,

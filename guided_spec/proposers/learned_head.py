@@ -16,6 +16,7 @@ from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
+    PromptPiece,
     Proposer,
     ProposerContext,
     TargetOutput,
@@ -125,10 +126,14 @@ class LearnedHead(Proposer):
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
     ) -> object | None:
-        """The head reads the accepted tokens while the host commits them; for ``begin``."""
+        """The head reads the accepted tokens while the host commits them; for ``begin``.
+
+        Before them it reads what the forward has read of prompts: no step has to wait for that.
+        """
         head, lengths = self._ahead, [len(context) for context in batch.contexts]
         if head is None or output.hidden_states is None:
             return None
+        self._read_prompts(batch.prompts, output.prompts)
         pairs = enumerate(zip(batch.slots, lengths, strict=True))
         rows = [row for row, (slot, length) in pairs if 1 < length == head.length(slot) + 1]
         counts = output.counts or [accepted.token_ids.shape[1]] * len(batch)
@@ -136,7 +141,7 @@ class LearnedHead(Proposer):
         if not rows or not head.can_read_ahead(slots, counts):
             return None
         given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
-        if len(rows) < len(batch):  # the others' prompts have only been read by the target
+        if len(rows) < len(batch):  # the head has more to read of the others than was read here
             index = to_device(rows, batch.device)
             token_ids, states, num_accepted = given
             given = token_ids[index], states[index], num_accepted[index]
@@ -297,18 +302,50 @@ class LearnedHead(Proposer):
             if missing != 0:  # else it was read ahead, or earlier in this step
                 pieces[row] = self._take(batch, row, missing)
         rests: dict[int, _Piece] = {}
-        groups = [[row for row in rows if row in pieces] for rows in shared_prompts(batch)]
-        shared = [rows for rows in groups if len(rows) > 1 and self._are_new(batch, rows)]
-        for rows in shared:
-            length = batch.prompt_lengths[rows[0]] - 1
-            prompt, _ = pieces[rows[0]].split(length)
-            rests |= {row: pieces.pop(row).split(length)[1] for row in rows}
-            pieces[rows[0]] = prompt
+        shared = [self._share(batch, rows, pieces, rests) for rows in shared_prompts(batch)]
         self._read_pieces(batch, pieces)
         self._read_begun(batch.begun)
-        for first, *others in shared:
+        for first, *others in filter(None, shared):
             head.copy_slot(batch.slots[first], [batch.slots[row] for row in others])
         self._read_pieces(batch, {row: rest for row, rest in rests.items() if rest.token_ids})
+
+    def _share(
+        self,
+        batch: DecodeBatch,
+        rows: Sequence[int],
+        pieces: dict[int, _Piece],
+        rests: dict[int, _Piece],
+    ) -> list[int]:
+        """Of ``rows`` with one prompt: who holds it behind ``pieces``, and who takes it then.
+
+        Empty where nobody takes it. Moves to ``rests`` what is read behind it.
+        """
+        head, length = self._head, batch.prompt_lengths[rows[0]] - 1
+        lengths = {row: head.length(batch.slots[row]) for row in rows}
+        new = [row for row in rows if row in pieces and lengths[row] == 0 < length]
+        holders = [row for row in rows if row not in pieces and lengths[row] == length]
+        if len(holders[:1]) + len(new) < 2:
+            return []
+        for row in new:
+            prompt, rests[row] = pieces.pop(row).split(length)
+        if not holders:
+            pieces[new[0]] = prompt
+        return [*holders[:1], *new]
+
+    def _read_prompts(self, prompts: Sequence[PromptPiece], states: Mapping[int, Tensor]) -> None:
+        """states: of the prompts' tokens, by slot. Where they do not go on with what the head has
+        read, they are read later, from all that is kept."""
+        for prompt in prompts:
+            self._head.adopt(prompt.slot)
+        tokens = {
+            prompt.slot: [*prompt.token_ids[1:], prompt.following]
+            for prompt in prompts
+            if prompt.following is not None
+            and prompt.slot in states
+            and self._head.length(prompt.slot) == prompt.start
+        }
+        if tokens:
+            self._head.read([*tokens], [*tokens.values()], [states[slot] for slot in tokens])
 
     def _read_begun(self, begun: Sequence[BegunPrompt]) -> None:
         for one in begun:
@@ -331,11 +368,6 @@ class LearnedHead(Proposer):
                 f"{count} tokens, and batch.features holds {known}"
             )
         return _Piece(batch.contexts[row][-count:], states[known - count :])
-
-    def _are_new(self, batch: DecodeBatch, rows: Sequence[int]) -> bool:
-        return batch.prompt_lengths[rows[0]] > 1 and not any(
-            self._head.length(batch.slots[row]) for row in rows
-        )
 
     def _read_pieces(self, batch: DecodeBatch, pieces: Mapping[int, _Piece]) -> None:
         rows = sorted(pieces)

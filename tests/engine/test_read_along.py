@@ -131,8 +131,32 @@ def test_a_head_reads_a_prompt_as_the_target_does(
             outputs = llm.generate(prompts, params[:4])
         found.append(tokens([list(output.completions) for output in outputs]))
         monkeypatch.setattr(engine.Engine, "_begun", lambda _: [])
+        monkeypatch.setattr(LearnedHead, "_read_prompts", lambda *_: None)
     assert found[0] == found[1]
     assert longest[0] < longest[1]
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "chain:ngram+eagle3"])
+def test_no_draft_waits_for_the_prompt_that_a_step_has_read(
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, proposer: str
+) -> None:
+    """The head reads it behind the forward; a draft finds all of it read."""
+    read, waited = LearnedHead._read_pieces, list[int]()
+
+    def reading(head: Any, batch: Any, pieces: Any) -> None:
+        waited.extend(len(piece.token_ids) for piece in pieces.values())
+        read(head, batch, pieces)
+
+    monkeypatch.setattr(LearnedHead, "_read_pieces", reading)
+    params = [replace(p, seed=row) for row, p in enumerate(PARAMS)]
+    found = list[Any]()
+    for _ in range(2):
+        waited.clear()
+        found.append(tokens(write(headed, proposer, params, kernels="packed")))
+        found.append(sorted(waited))
+        monkeypatch.setattr(LearnedHead, "_read_prompts", lambda *_: None)
+    assert found[0] == found[2]
+    assert sum(found[1]) < sum(found[3])
 
 
 def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: Counter[str]) -> None:
