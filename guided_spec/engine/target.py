@@ -483,6 +483,9 @@ ALONG = 512
 # few prompts of thousands of tokens must not make steps longer, whole books that wait must. Pieces
 # stay as large to the last: smaller ones take longer for each of their tokens.
 STEPS_TO_READ = 64
+# Texts that wait for their prompts, from which on these are read in fewer steps. Short prompts of
+# many texts take no longer than a few drafts, and a forward writes more with all of them in it.
+MANY = 8
 
 
 def tokens_along(
@@ -499,11 +502,11 @@ def tokens_along(
     the most that these came to since none waited.
     num_decoding: texts that wait for the forward. num_own: tokens of theirs. sizes: of the graphs.
 
-    The more tokens wait, and the more texts for each one that decodes, the longer may these wait
-    for a forward: all end sooner so. It is cut so that it fills a graph: one token more would take
-    as long as the next graph does.
+    The more tokens wait, the more texts, and the more of these for each one that decodes, the longer
+    may that one wait for a forward: all end sooner so. It is cut so that it fills a graph: one
+    token more would take as long as the next graph does.
     """
-    share = (len(unread) + num_decoding) / num_decoding
+    share = (len(unread) + num_decoding) / num_decoding * max(1, len(unread) / MANY)
     wanted = min(max(ALONG, int(backlog * share) // STEPS_TO_READ), most)
     # Behind the end of a prompt stands one token more, whose logits are asked for.
     others = num_own + sum(end <= wanted for end in accumulate(unread))

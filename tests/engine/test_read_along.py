@@ -188,9 +188,16 @@ def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
     assert tokens_along([64 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
     assert tokens_along([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
     assert tokens_along([64 * 3000], 64 * 3000, 1, 0, 8192, SIZES) == 2 * 3000
-    assert tokens_along([4 * 900] * 16, 64 * 900, 8, 0, 4096, SIZES) == 3 * 900
+    assert tokens_along([8 * 900] * 8, 64 * 900, 4, 0, 4096, SIZES) == 3 * 900
     assert tokens_along([200_000], 200_000, 4, 0, 2048, SIZES) == 2048
     assert tokens_along([5000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000  # as at the start
+
+
+def test_many_short_prompts_are_read_sooner_than_one_that_is_as_long() -> None:
+    few, many, own = [16 * 1000], [4 * 64] * 64, 6 * 64
+    assert sum(few) < sum(many)
+    assert tokens_along(few, sum(few), 64, own, 4096, SIZES) <= ALONG
+    assert tokens_along(many, sum(many), 64, own, 4096, SIZES) > 3 * ALONG
 
 
 @given(st.lists(st.integers(1, 8000), min_size=1, max_size=64), st.integers(1, 64))
