@@ -502,7 +502,7 @@ def tokens_along(
     the most that these came to since none waited.
     num_decoding: texts that wait for the forward. num_own: tokens of theirs. sizes: of the graphs.
 
-    The more tokens wait, the more texts, and the more of these for each one that decodes, the longer
+    The more tokens wait, the more texts, and the more texts for each that decodes, the longer
     may that one wait for a forward: all end sooner so. It is cut so that it fills a graph: one
     token more would take as long as the next graph does.
     """
