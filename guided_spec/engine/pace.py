@@ -194,7 +194,7 @@ class Pace:
         if step.num_read:  # and more is done for a prompt than to read it
             return
         way.left, rest = max(0, way.left - 1), self._rest.get(step.num_drafted)
-        # The drafter reads a prompt in the step behind, which tells less than others.
+        # The step behind waits until the drafter has read a prompt: it tells less than others.
         if rest is not None and (not has_read or rest.of(batch, is_alike=False) is None):
             rest.add(batch, step.seconds - self._forward(batch, step.num_drafted))
 
