@@ -61,12 +61,14 @@ class TargetOutput(NamedTuple):
     counts: [B] how many of the K + 1 tokens each row was read for; None for all.
     prompts: the hidden states [n, len(aux_hidden_layers) * H] of prompts that it read besides, by
         slot, as far as they are at hand.
+    num_before: [B] tokens of prompts that each row was read for besides; () for none.
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
     counts: Sequence[int] | None = None
     prompts: Mapping[int, Tensor] = MappingProxyType({})
+    num_before: Sequence[int] = ()
 
 
 @dataclass(slots=True)

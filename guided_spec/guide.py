@@ -8,6 +8,7 @@ scheduler, the model and its KV cache are the engine's own; see docs/add_an_engi
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -218,7 +219,8 @@ class Batches:
         room = default_table_bytes(device) if room is None else room
         self._rows = MaskRows(num_slots, depths, vocab_size, device, room)
         self._config, self._vocab_size, self._device = config, vocab_size, device
-        self._stacked: _Stacked | None = None
+        # Of the last two batches: they may take turns.
+        self._stacked = deque[_Stacked](maxlen=2)
 
     def make(self, texts: Sequence[GuidedText], num_draft_tokens: int) -> DecodeBatch:
         """The batch of ``texts``, in the order of their slots; see ``DecodeBatch``."""
@@ -244,21 +246,24 @@ class Batches:
             sources=stacked.sources,
         )
 
-    def forget(self) -> None:
-        """Let go of the texts of the last batch."""
-        self._stacked = None
+    def forget_ended(self) -> None:
+        """Let go of batches with texts that have ended."""
+        left = [one for one in self._stacked if all(text.ended is None for text in one.texts)]
+        self._stacked = deque(left, maxlen=self._stacked.maxlen)
 
     def _stack(self, texts: tuple[GuidedText, ...]) -> _Stacked:
-        if self._stacked is None or self._stacked.texts != texts:
+        found = next((one for one in self._stacked if one.texts == texts), None)
+        if found is None:
             params, device = [text.params for text in texts], self._device
-            self._stacked = _Stacked(
+            found = _Stacked(
                 texts,
                 Sampling.stack(params, [text.noise_key for text in texts], device),
                 RuleTable.stack([text.rules for text in texts], self._vocab_size, device),
                 LogprobsPlan.stack(params, device),
                 tuple(text.source for text in texts),
             )
-        return self._stacked
+            self._stacked.append(found)
+        return found
 
 
 class Guide:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from guided_spec.core import (
     DecodeBatch,
+    DraftInFlight,
     Proposer,
     TargetModel,
     TargetOutput,
@@ -30,6 +31,7 @@ from guided_spec.ops.sampling.logprobs import (
     gather_step_probs,
 )
 from guided_spec.ops.sampling.verify import VERIFIERS, verify
+from guided_spec.ops.side_stream import SideStream
 from guided_spec.types import Accepted, Draft, Noise, TokenLogprobs
 
 __all__ = ["VERIFIERS", "Branch", "Committed", "Step", "commit", "speculative_step"]
@@ -40,9 +42,8 @@ class Step(NamedTuple):
 
     num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
     packed: for ``commit``: ``accepted`` on its way to the host.
-    hidden_states: of the verify forward, see ``TargetOutput``: for whoever keeps those of the
-        accepted tokens.
-    carry: for the next step of these requests, see ``Proposer.begin``.
+    output: of the verify forward, for whoever keeps the hidden states of the accepted tokens.
+    flight: of the draft, for ``carry_on``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
     branch: of drafts that were trees, what the verifier went along: ``draft`` and all others are
@@ -54,11 +55,25 @@ class Step(NamedTuple):
     lookahead: Lookahead
     num_drafted: Download
     packed: Download
-    hidden_states: Tensor | None = None
-    carry: object | None = None
+    output: TargetOutput
+    flight: DraftInFlight
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
     branch: Branch | None = None
+
+    def carry_on(self, side: SideStream | None = None) -> object | None:
+        """Launch what the next step of these requests goes on from, see ``Proposer.begin``.
+
+        Once, before ``commit`` waits for the device. side: as of ``speculative_step``.
+        """
+        given = (self.accepted, self.output, self.packed)
+        if side is None:
+            return self.flight.carry(*given)
+        side.follow_download(self.packed)
+        side.lend(self.accepted.token_ids, self.accepted.num_accepted)
+        side.lend(self.output.hidden_states, *self.output.prompts.values())
+        with side.use():
+            return self.flight.carry(*given)
 
     def token_logprobs(self, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
         """Of the tokens that each request gained; none where nobody asks."""
@@ -112,7 +127,7 @@ class Branch(NamedTuple):
         """What the forward gave for it."""
         logits, states = self.of_rows(output.logits), self.of_rows(output.hidden_states)
         assert logits is not None
-        return TargetOutput(logits, states, prompts=output.prompts)
+        return TargetOutput(logits, states, prompts=output.prompts, num_before=output.num_before)
 
 
 class Committed(NamedTuple):
@@ -130,28 +145,33 @@ def speculative_step(
     noise: Noise | None = None,
     *,
     carry: object | None = None,
-    launches_at_once: bool = False,
+    side: SideStream | None = None,
 ) -> Step:
     """Draft, verify in one forward, and keep what the batch's verifier accepts.
 
     noise: None draws what the batch's seeds give for a draft of this length.
-    carry: of the step before; None is always right, and may be slower.
-    launches_at_once: whether ``target.verify`` does no more than launch a CUDA graph. All mask rows
-        are then filled behind the launch, and no thread competes with it.
+    carry: what ``carry_on`` of the step before returned; None is always right, and may be slower.
+    side: where the draft is made, beside what the current stream still has to do, for a target
+        whose ``verify`` does no more than launch a CUDA graph: all mask rows are filled behind the
+        launch, and no thread competes with it. None: the forward may keep the host busy, too.
 
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    with named_range("draft"):
+    launches_at_once, side = side is not None, side or SideStream.none()
+    with named_range("draft"), side.use():
         flight = proposer.begin(batch, lookahead, carry)
         # Another thread would hold the interpreter while the forward is to be launched. That pays
         # where the launch takes long; else ``finish`` fills the rows when it is done.
         if flight.is_walked and not launches_at_once:
             lookahead.start()
+    side.join()
     with named_range("verify"):
         output = target.verify(batch, flight)
     # From here on the host works beside the forward.
-    draft = flight.finish()
+    with side.use():
+        draft = flight.finish()
+    side.join()
     num_drafted = Download(draft.num_tokens)  # now: later it would wait for the proposer too
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
@@ -166,11 +186,8 @@ def speculative_step(
         logprobs = gather_logprobs(scores, accepted.token_ids, batch.logprobs)
     if batch.traced:
         probs = gather_step_probs(scores, draft, accepted.token_ids, batch.traced)
-    packed = pack(accepted)  # before what is carried on, which it would wait for
-    carried = flight.carry(accepted, output, packed)
-    states = output.hidden_states
-    step = Step(accepted, draft, lookahead, num_drafted, packed, states, carried, logprobs, probs)
-    return step._replace(branch=branch)
+    known = (accepted, draft, lookahead, num_drafted, pack(accepted), output, flight)
+    return Step(*known, logprobs, probs, branch)
 
 
 def pack(accepted: Accepted) -> Download:

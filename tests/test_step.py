@@ -17,6 +17,7 @@ from guided_spec.masks import lookahead
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
+from guided_spec.ops.side_stream import SideStream
 from guided_spec.proposers.drafting import NoDraft, host_draft
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Accepted, Draft, SamplingParams
@@ -221,7 +222,8 @@ def test_a_thread_fills_beside_a_slow_launch_only(
 
     monkeypatch.setattr(target, "verify", watched)
     for text in ([0], [1], [EOS]):
-        step = speculative_step(target, from_propose(NONE), batch, launches_at_once=at_once)
+        side = SideStream.none() if at_once else None
+        step = speculative_step(target, from_propose(NONE), batch, side=side)
         assert [row.token_ids for row in commit(batch, step.accepted)] == [text]
         batch = replace(batch, contexts=([*batch.contexts[0], *text],))
     assert filling == [not at_once] * 3

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
@@ -20,9 +18,10 @@ from guided_spec.core import (
     BegunPrompt,
     DecodeBatch,
     FinishedText,
-    PromptPiece,
     Proposer,
 )
+from guided_spec.engine.flights import Flight, Flights, Piece
+from guided_spec.engine.intake import Intake
 from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State, count_step
@@ -36,24 +35,14 @@ from guided_spec.engine.target import (
     tokens_along,
 )
 from guided_spec.errors import GuidedSpecError, ModelError, RequestCancelledError
-from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
-from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
-from guided_spec.step import Committed, Step, commit, speculative_step
+from guided_spec.ops.side_stream import SideStream
+from guided_spec.step import speculative_step
 from guided_spec.trace.record import see_step
-
-BOUND_AT_ONCE = 8  # texts that get their grammars while a step runs: more would hold it up
-
-
-class Piece(NamedTuple):
-    """The next tokens of a request's prompt."""
-
-    request: Request
-    tokens: PromptPiece
 
 
 class Engine:
@@ -80,6 +69,7 @@ class Engine:
         self._layers = proposer.aux_hidden_layers if config.num_draft_tokens else ()
         self._target = SlotTarget(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
+        self._is_parallel = is_parallel(model.model)
         # A head reads the hidden states of every token, but for what it keeps beside the target.
         blocks = model.blocks if model.shares_prefixes else None
         may_take = blocks is not None and (not self._layers or blocks.lag > 0)
@@ -89,18 +79,17 @@ class Engine:
         self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
         self._cancelled = SimpleQueue[Request]()  # since the last step, by any thread
-        self._carry: object | None = None  # of the last step, for the next one
+        longest = config.longest_draft
+        self._intake = Intake(self._scheduler, model, longest, is_parallel=self._is_parallel)
+        self._flights = Flights()
+        self._side = SideStream.none() if model.blocks is None else model.blocks.side
+        self._carry: object | None = None  # of the last step that was committed, for the next one
         self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
-        self._is_parallel = is_parallel(model.model)
-        # By its clock a step drafts or does not: those of several processes differ. Trees have
-        # their own share of what a step may take.
-        is_steady = config.drafting == "always" or config.tree_nodes > 0 or self._is_parallel
-        # The processes of several would have to agree on it, and a tree is verified in any step.
-        is_alone = not self._is_parallel and config.tree_nodes == 0
-        self._may_run_ahead = is_alone and self._target.launches_at_once
-        self._has_pace = not is_steady and config.num_draft_tokens > 0
-        self._pace: Pace | None = None
+        # What a step does may depend on a clock: those of several processes differ. Trees have
+        # their own share of what a step may take, and are verified in any step.
+        self._has_clock = not self._is_parallel and config.tree_nodes == 0
+        self._paces: dict[bool, Pace] = {}  # by whether they take turns
         self._num_drafted = config.num_draft_tokens  # of the last step
         self._ended: float | None = None  # when it did; None where nobody went on decoding
 
@@ -108,6 +97,11 @@ class Engine:
     def has_own_vocabulary(self) -> bool | None:
         """As of its proposer."""
         return self._proposer.has_own_vocabulary
+
+    @property
+    def turns_from(self) -> int | None:
+        """How many texts have to decode for two halves of them to take turns; None: never."""
+        return self._flights.turns_from
 
     @property
     def has_work(self) -> bool:
@@ -146,10 +140,19 @@ class Engine:
         yield from self._proposer.capture()
 
     def set_pace(self) -> None:
-        """From here on, steps draft as much as pays; what forwards take is measured if captured."""
-        if self._has_pace:
-            times = ForwardTimes(self.model.forward_seconds(self._layers))
-            self._pace = Pace(self.config.num_draft_tokens, times)
+        """From here on, steps draft as much as pays, and texts take turns where that does.
+
+        What forwards take is measured if they are captured.
+        """
+        if not self._has_clock:
+            return
+        times = ForwardTimes(self.model.forward_seconds(self._layers))
+        count, num_slots = self.config.num_draft_tokens, self.model.num_slots
+        # A linear state is that of the last step alone. Who drafts nothing waits for nothing.
+        if self._proposer.may_draft(count) and not self.model.has_linear_state:
+            self._flights.measure(times, 1 + count, num_slots)
+        if count and self.config.drafting != "always":
+            self._paces = {takes_turns: Pace(count, times) for takes_turns in (False, True)}
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -166,6 +169,7 @@ class Engine:
 
     def cancel_all(self) -> None:
         """End every request; the engine may go on with new ones."""
+        self._flights.drop()
         for request in self._scheduler:
             request.cancel()
         self._drop_ended()
@@ -179,23 +183,28 @@ class Engine:
         # A forward that is launched reads no prompts: they come with the next one.
         is_ahead = self._target.is_ahead and bool(self._scheduler.running(State.DECODE))
         if not is_ahead:
-            self._admit()
+            self._intake.admit()
         if not self._scheduler.running():
-            self._wait_for_a_grammar()
+            self._intake.wait()
             return
         try:
+            if not self._takes_turns():
+                self._land(0)
             along = [] if is_ahead else self._prefill()
             self._score()
-            self._decode(along)
+            is_launched = self._launch(along)
+            self._land(1 if is_launched and self._takes_turns() else 0)
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
+            self._flights.drop()
             self.fail(self._scheduler.running(), error)
         self._drop_ended()
 
     def _drop_ended(self) -> None:
         while not self._cancelled.empty():
-            self._end(self._cancelled.get(), RequestCancelledError("the request was cancelled"))
+            error = RequestCancelledError("the request was cancelled")
+            self._scheduler.end(self._cancelled.get(), error)
         self._learn()
-        slots = self._scheduler.remove_finished()
+        slots = self._scheduler.remove_finished(self._flights.requests)
         if slots:
             self._release(slots)
 
@@ -223,39 +232,7 @@ class Engine:
         except Exception as error:  # whose state it then mixes up, nobody knows
             self.fail(self._scheduler.running(), error)
         self.model.release(slots)
-        self._batches.forget()  # else the last requests would be kept alive
-
-    def _admit(self) -> None:
-        if self._is_parallel:
-            # Whose grammar is done first must not decide what is batched in which process.
-            wait(self._grammars())
-        for request in self._scheduler.ready():
-            if not self.model.has_blocks(len(request.text.tokens) + self.config.longest_draft):
-                break  # else it would read its prompt, and go back to the queue
-            if self._bind(request):
-                self._scheduler.admit(request)
-                request.num_cached, request.is_begun = 0, False
-                request.stats.start()
-
-    def _bind(self, request: Request) -> bool:
-        """Give it its compiled grammar; False where that cannot be, with which it ends."""
-        try:
-            request.take_grammar()
-        except GuidedSpecError as error:
-            self._end(request, error)
-        return request.state is not State.FINISHED
-
-    def _bind_next(self) -> None:
-        """Those that come next, while the device works. Several processes have to agree on when."""
-        for request in [] if self._is_parallel else self._scheduler.coming(BOUND_AT_ONCE):
-            self._bind(request)
-
-    def _wait_for_a_grammar(self) -> None:
-        wait(self._grammars(), timeout=0.05, return_when="FIRST_COMPLETED")  # sees cancellations
-
-    def _grammars(self) -> list[Future[CompiledGrammar]]:
-        jobs = [request.job for request in self._scheduler]
-        return [job.grammar for job in jobs if job.grammar is not None]
+        self._batches.forget_ended()  # else the last requests would be kept alive
 
     def fail(self, requests: Iterable[Request], error: Exception) -> None:
         """End ``requests`` with ``error``, in a ModelError if it is not one of ours."""
@@ -264,12 +241,7 @@ class Engine:
             error = ModelError(f"the step failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         for request in requests:
-            self._end(request, error)
-
-    def _end(self, request: Request, error: GuidedSpecError) -> None:
-        """End a request that runs or waits, or has ended."""
-        request.fail(error)
-        self._scheduler.forget(request)
+            self._scheduler.end(request, error)
 
     def _prefill(self) -> list[Piece]:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
@@ -278,7 +250,7 @@ class Engine:
         beside texts that decode. The last prompt token is left for the first speculative step. The
         forwards may still run when this returns.
         """
-        rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
+        rows = [r for r in self._on_ground(State.PREFILL) if not self._shares_prefill(r)]
         # Who came first reads first: a later one may have to go, and to read it all again.
         unread = sorted((r for r in rows if r.num_unread), key=lambda request: request.number)
         along = list[Piece]()
@@ -287,7 +259,7 @@ class Engine:
         else:
             left = [request.num_unread for request in unread]
             for members, width in group_prompts(left, self.config.prefill_tokens):
-                self._read([_next_piece(unread[at], width) for at in members])
+                self._read([Piece.next_of(unread[at], width) for at in members])
         self._begin_decoding(rows)
         return along
 
@@ -298,7 +270,8 @@ class Engine:
         left = [request.num_unread for request in unread]
         self._backlog = max(self._backlog, sum(left)) if left else 0
         if num_decoding:
-            num_own = num_decoding * (1 + self._num_drafted)
+            together = -(-num_decoding // 2) if self._takes_turns() else num_decoding
+            num_own = together * (1 + self._num_drafted)
             known = (left, self._backlog, num_decoding, num_own, budget)
             budget = tokens_along(*known, self._window.sizes)
         pieces = self._next_pieces(unread, budget)
@@ -341,13 +314,13 @@ class Engine:
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = list[Piece]()
-        reads = dict[int, int]()  # tokens that a request has read behind this step, by its number
+        reads = self._flights.reads  # behind this step
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
             if not self._take_prefix(request, reads):
                 continue
-            piece = _next_piece(request, budget)
+            piece = Piece.next_of(request, budget)
             count = len(piece.tokens.token_ids)
             if not self._grow(request, request.num_cached + count):
                 break
@@ -394,7 +367,7 @@ class Engine:
         """
         if not (self._layers and self._proposer.reads_prompts):
             return []
-        prefill = self._scheduler.running(State.PREFILL)
+        prefill = self._on_ground(State.PREFILL)
         begun = [r for r in prefill if r.after_prompt is State.DECODE and not self._is_awaited(r)]
         told = list[BegunPrompt]()
         found = self._target.take_features([request.text.slot for request in begun])
@@ -425,6 +398,9 @@ class Engine:
         False where that is the request itself. Who has ended in this step leaves by itself.
         """
         while not self.model.grow(request.text.slot, length):
+            if self._flights:  # those who have to go must not be on their way
+                self._land(0)
+                continue
             going_on = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
             last = max(going_on, key=lambda running: running.number)
             slot = last.text.slot
@@ -488,9 +464,15 @@ class Engine:
         if requests:
             score_rows(self.model, requests)
 
-    def _decoding(self) -> list[Request]:
+    def _decoding(self, along: Sequence[Piece]) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
-        requests = self._scheduler.running(State.DECODE)
+        requests = self._on_ground(State.DECODE)
+        if self._takes_turns():
+            most = -(-len(self._scheduler.running(State.DECODE)) // 2)
+            coming = {piece.request for piece in along}  # their prompts come with them
+            first = sorted(requests, key=lambda request: request not in coming)[:most]
+            chosen = {*first, *(one for one in requests if one in coming)}
+            requests = [request for request in requests if request in chosen]
         # However little of a draft a text may take itself: rows are as wide as the longest.
         lengths = [len(request.text.tokens) + self.config.longest_draft for request in requests]
         if self.model.holds([request.text.slot for request in requests], lengths):
@@ -498,11 +480,12 @@ class Engine:
         for request, length in zip(requests, lengths, strict=True):
             if request.state is State.DECODE:  # else it had to go for one before it
                 self._grow(request, length)
-        return self._scheduler.running(State.DECODE)
+        return [request for request in requests if request.state is State.DECODE]
 
     def _pace_of(self, requests: Sequence[Request]) -> Pace | None:
         """What says whether their step drafts; None: it does."""
-        return self._pace if all(map(self._is_free, requests)) else None
+        pace = self._paces.get(self._takes_turns())
+        return pace if all(map(self._is_free, requests)) else None
 
     def _is_free(self, request: Request) -> bool:
         """Whether who else is there may decide how much is drafted for it: its text does not
@@ -527,18 +510,21 @@ class Engine:
             begun=self._begun(),
         )
 
-    def _decode(self, along: Sequence[Piece]) -> None:
-        """One speculative step. along: of prompts, which its forward reads."""
-        requests = self._decoding()
+    def _launch(self, along: Sequence[Piece]) -> bool:
+        """Launch a speculative step, if anybody decodes. along: of prompts, which it reads."""
+        requests = self._decoding(along)
         if not requests:
-            return
+            return False
+        if not self._flights:
+            self._side.follow()
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
         pace, count = self._pace_of(requests), self.config.num_draft_tokens
         if pace is not None:
             num_read = sum(len(piece.tokens.token_ids) for piece in along)
             count = pace.num_draft_tokens(len(requests), num_read)
-        batch = self._batch(requests, along, count)
+        with self._side.use():
+            batch = self._batch(requests, along, count)
         started, self._num_drafted = time.perf_counter(), count
         carry, self._carry = self._carry, None
         step = speculative_step(
@@ -546,13 +532,31 @@ class Engine:
             self._proposer,
             batch,
             carry=carry,
-            launches_at_once=self._target.launches_at_once,
+            side=self._side if self._target.launches_at_once else None,
         )
-        self._carry = step.carry
+        self._flights.launch(Flight(requests, along, batch, step, pace, started))
+        return True
+
+    def _takes_turns(self) -> bool:
+        """Whether one half of the texts drafts while the other one is verified."""
+        return self._flights.take_turns(len(self._scheduler.running(State.DECODE)))
+
+    def _on_ground(self, state: State) -> list[Request]:
+        """Those of that state whose last step is committed."""
+        flying = self._flights.requests
+        return [one for one in self._scheduler.running(state) if one not in flying]
+
+    def _land(self, left: int) -> None:
+        while len(self._flights) > left:
+            self._commit_flight(self._flights.land())
+
+    def _commit_flight(self, flight: Flight) -> None:
+        requests, along, batch, step, pace, started = flight
+        self._carry = step.carry_on(self._side)
         if self._runs_ahead(batch, pace):
             self._target.run_ahead(batch, step.accepted.token_ids)
-        self._bind_next()
-        committed = self._commit(batch, step)
+        self._intake.bind_next()
+        committed = flight.commit(self._target)
         count_step(requests, step, committed)
         ended = time.perf_counter()
         if pace is not None:
@@ -561,6 +565,8 @@ class Engine:
         self._have_read(along)
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
+            if request.state is State.FINISHED:  # it was cancelled meanwhile
+                continue
             request.append(row, values, one)
             length = len(request.text.tokens) - 1
             fills = length // BLOCK > (length - len(row.token_ids)) // BLOCK
@@ -577,24 +583,8 @@ class Engine:
         if pace is not None and pace.stays_plain(len(batch)):
             upcoming = 0
         most = max(batch.num_draft_tokens, upcoming)
-        if not self._may_run_ahead or self._proposer.may_draft(most):
+        may_launch = self._has_clock and self._target.launches_at_once and not self._flights
+        if not may_launch or self._proposer.may_draft(most):
             return False
         all_decode = len(self._scheduler.running(State.DECODE)) == len(self._scheduler.running())
         return all_decode and not self._scheduler.ready()
-
-    def _commit(self, batch: DecodeBatch, step: Step) -> list[Committed]:
-        """What a step gave every text."""
-        with named_range("commit"):
-            if step.branch is not None:
-                step.lookahead.follow(step.branch.path.wait().tolist())
-            committed = commit(batch, step.accepted, step.packed)
-            num_accepted = [row.num_accepted for row in committed]
-            self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
-        return committed
-
-
-def _next_piece(request: Request, most: int) -> Piece:
-    """Up to ``most`` tokens of what is not read of a request."""
-    start, tokens = request.num_cached, request.text.tokens
-    end = start + min(most, request.num_unread)
-    return Piece(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens[end]))

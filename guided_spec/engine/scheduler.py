@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import islice
 from typing import NamedTuple
 
 from guided_spec.engine.request import Request, State
+from guided_spec.errors import GuidedSpecError
 
 
 class Load(NamedTuple):
@@ -54,8 +55,12 @@ class Scheduler:
         """Queue a request."""
         self._waiting[request] = None
 
-    def forget(self, request: Request) -> None:
-        """Take a request that has ended out of the queue, if it is there."""
+    def end(self, request: Request, error: GuidedSpecError) -> None:
+        """End a request that runs or waits, with an error; it keeps its slot until it is removed.
+
+        Does nothing where it has ended.
+        """
+        request.fail(error)
         self._waiting.pop(request, None)
 
     def __iter__(self) -> Iterator[Request]:
@@ -102,9 +107,13 @@ class Scheduler:
         request.text.slot, request.state = -1, State.WAITING
         self._waiting = {request: None, **self._waiting}
 
-    def remove_finished(self) -> list[int]:
-        """Take out those that have ended and hold a slot; returns the slots that became free."""
-        ended = [r for r in self._running.values() if r.state is State.FINISHED]
+    def remove_finished(self, flying: Container[Request] = ()) -> list[int]:
+        """Take out those that have ended and hold a slot; returns the slots that became free.
+
+        flying: who keeps its slot, since what was launched still writes there.
+        """
+        running = self._running.values()
+        ended = [r for r in running if r.state is State.FINISHED and r not in flying]
         for request in ended:
             self._take_slot(request)
         return [request.text.slot for request in ended]

@@ -406,7 +406,8 @@ def _describe(engine: Engine) -> str:
         if target.runs_as == PackedDecoder.runs_as and target.dtype in DTYPES and is_installed():
             graphs += ", long prompts by FlashAttention 3"
     memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
-    return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}"
+    turns = "" if engine.turns_from is None else f", halves of {engine.turns_from} texts take turns"
+    return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}{turns}"
 
 
 def _prefix_cache(engine: Engine) -> str:

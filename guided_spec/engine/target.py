@@ -184,7 +184,6 @@ class SlotTarget:
         self._model = model
         self._layers = layers
         self._states = KeptStates()
-        self._before: Sequence[int] = ()  # tokens of prompts in each row that was verified last
         self._ahead: ForwardAhead | None = None
 
     @property
@@ -209,7 +208,6 @@ class SlotTarget:
         ahead, self._ahead = self._ahead, None
         launched = None if ahead is None else ahead.of(batch, flight)
         if launched is not None:
-            self._before = [0] * len(batch)
             return launched
         # What is behind the end of a shorter draft is fed like a token: it lands where nothing
         # valid is, and is overwritten before it can be seen. That spares a download of its length.
@@ -223,12 +221,11 @@ class SlotTarget:
         rows = Rows(batch.slots, starts, counts, None if tree is None else tree.line(counts))
         if self._model.is_packed:
             line = _Line.of(rows, self._read_apart(rows, batch.prompts))
+            output = self._verify_line(token_ids, rows, line, flight.answer)
             pairs = zip(line.rows.counts, rows.counts, strict=False)
-            self._before = [both - count for both, count in pairs]
-            return self._verify_line(token_ids, rows, line, flight.answer)
+            return output._replace(num_before=[both - count for both, count in pairs])
         assert not batch.prompts, "a stock model takes one row a slot"
         assert tree is None, "a stock model reads chains"
-        self._before = [0] * len(counts)
         inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
         found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert found.logits is not None
@@ -348,20 +345,21 @@ class SlotTarget:
         self,
         batch: DecodeBatch,
         num_accepted: Sequence[int],
-        hidden_states: Tensor | None,
+        output: TargetOutput,
         branch: Branch | None = None,
     ) -> None:
         """Keep the state of the last token and the accepted draft of every request.
 
-        hidden_states: as of ``TargetOutput``. branch: of trees, what was accepted of them.
+        output: of its forward. branch: of trees, what was accepted of them.
         """
         if branch is not None:
             starts = [len(context) - 1 for context in batch.contexts]
             self._model.keep_branch(batch.slots, starts, branch.kept)
         keep = [accepted + 1 for accepted in num_accepted]
-        self._model.commit([one + read for one, read in zip(keep, self._before, strict=True)])
-        if hidden_states is not None:
-            self._states.add(batch.slots, keep, hidden_states)
+        before = output.num_before or [0] * len(keep)
+        self._model.commit([one + read for one, read in zip(keep, before, strict=True)])
+        if output.hidden_states is not None:
+            self._states.add(batch.slots, keep, output.hidden_states)
 
     def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
         """What became known of each slot's hidden states since the last call, and forget it.

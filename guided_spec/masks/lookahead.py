@@ -212,6 +212,11 @@ class Lookahead:
         for request, stops in texts.stops.items():
             self._walks[request].stops = stops
 
+    def keep_sources(self) -> None:
+        """The draft is launched, and the next one may overwrite what ``leave`` was given."""
+        if self._sources is not None:
+            self._sources = self._sources.clone()
+
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 

@@ -7,6 +7,7 @@ fill many rows in one call.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -107,6 +108,7 @@ class _Held(NamedTuple):
 
 
 SHARE = 64  # one of so many bytes of a device may hold tables
+STEPS_IN_FLIGHT = 2  # whose rows are read at a time
 
 
 def default_table_bytes(device: torch.device) -> int:
@@ -140,6 +142,8 @@ class DeviceTables:
         self._prepare = prepare
         # In the order of their last use. No LRUCache: what this step's texts need must stay.
         self._held: dict[TokenTable, _Held] = {}
+        # What went in the last calls of ``find``: steps that are launched still read it.
+        self._gone = deque[list[_Held]](maxlen=STEPS_IN_FLIGHT + 1)
 
     def find(
         self, starts: Mapping[TokenTable, TableStarts], requests: int, *, others: bool
@@ -148,9 +152,10 @@ class DeviceTables:
 
         others: whether anybody else drafts under rows of the host's.
 
-        None where there is none. What is evicted may still be read by what was launched before on
-        the current stream.
+        None where there is none. What is evicted stays as it is as long as ``STEPS_IN_FLIGHT``
+        steps that were launched before may read it.
         """
+        self._gone.append([])
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
         stops = dict[int, frozenset[int]]()
         for table, (texts, states) in starts.items():
@@ -194,7 +199,10 @@ class DeviceTables:
         if self._left + sum(self._held[table].size for table in spare) < size:
             return False
         for table in spare:
-            self._left += self._held.pop(table).size
+            gone = self._held.pop(table)
+            self._left += gone.size
+            if self._gone:
+                self._gone[-1].append(gone)
             if self._left >= size:
                 break
         return True

@@ -132,7 +132,8 @@ class DraftChooser:
     ) -> DraftChooser:
         """For a proposer of ``context``: with graphs on CUDA, captured while its window is open."""
         device = context.device
-        graphs = GraphPool(device, context.window) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        graphs = GraphPool(device, context.window, is_beside=True) if is_cuda else None
         return cls(target_ids, graphs, sources)
 
     def begin_walk(self, texts: TabledTexts, length: int, device: torch.device) -> TableWalk:

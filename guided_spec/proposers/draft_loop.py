@@ -153,10 +153,10 @@ class _Masked(NamedTuple):
     batch: int
 
     def own(self, drawn: Tensor) -> Tensor:
-        """[B, K, ...] of what is in the buffers: what each request drew itself."""
+        """[B, K, ...]: a copy of what is in the buffers that each request drew itself."""
         own = drawn[: self.depths, : self.batch]
         own = own if self.given is None else self.given.behind(own)
-        return own.transpose(0, 1).contiguous()
+        return own.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 class DraftLoop:
@@ -355,6 +355,7 @@ class DraftLoop:
 
     def _walk(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
+        self._lookahead.keep_sources()
         reports = None if later is None else later.wait()
         with self._lookahead.until(self._waiting_ends):
             self._accept_drawn()

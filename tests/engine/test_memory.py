@@ -107,9 +107,13 @@ def test_the_log_says_who_reads_long_prompts(
         num_slots=2,
         runs_as="packed forwards",
     )
-    engine: Any = SimpleNamespace(model=target, config=EngineConfig(), takes_prefixes=True)
+    turns_from = 86 if is_there else None
+    engine: Any = SimpleNamespace(
+        model=target, config=EngineConfig(), takes_prefixes=True, turns_from=turns_from
+    )
     said = memory._describe(engine)
     assert ("FlashAttention 3" in said) == (is_there and dtype == torch.bfloat16)
+    assert ("halves of 86 texts take turns" in said) == is_there
 
 
 @pytest.mark.parametrize(

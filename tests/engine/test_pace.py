@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec import step
-from guided_spec.engine import engine, pace
+from guided_spec.engine import flights, pace
 from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
@@ -285,7 +285,7 @@ def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPa
         clock[0] += 10.0 if batch.num_draft_tokens else 1.0
         return step.commit(batch, *arguments)
 
-    monkeypatch.setattr(engine, "commit", commit)
+    monkeypatch.setattr(flights, "commit", commit)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(pace, "SHORTEST", 200)
     with make_llm("llama", "draft_model", tiny_model("qwen3"), drafting="auto") as llm:
@@ -304,7 +304,7 @@ def test_a_pause_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 1.0
         return step.commit(*arguments)
 
-    monkeypatch.setattr(engine, "commit", commit)
+    monkeypatch.setattr(flights, "commit", commit)
     monkeypatch.setattr(Pace, "count", lambda _, taken: seconds.append(taken.seconds))
     options = Options.from_dict({"drafting": "auto", "max_model_len": 64})
     setup = Setup.build(None, "ngram", None, options)

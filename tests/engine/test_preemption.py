@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from guided_spec.engine.flights import Flight, Flights
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
@@ -94,6 +95,35 @@ def test_texts_that_wait_for_each_other(
         # Nothing is lost: all blocks can be taken again.
         (alone,) = llm.generate(PROMPTS[4], PARAMS[4])
         assert (alone.token_ids, alone.finish_reason) == expected[4]
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "suffix"])
+def test_who_has_to_go_is_not_on_its_way(
+    headed: HeadedTarget,
+    proposer: str,
+    expected: Texts,
+    waited: Counter[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where halves take turns: what is launched is committed before."""
+    requeue, launch = Scheduler.requeue, Flights.launch
+    landings, used = list[bool](), set[Flights]()
+
+    def requeuing(scheduler: Scheduler, request: Request) -> None:
+        landings.extend(request in one.requests for one in used)
+        requeue(scheduler, request)
+
+    def launching(one: Flights, flight: Flight) -> None:
+        used.add(one)
+        launch(one, flight)
+
+    monkeypatch.setattr(Scheduler, "requeue", requeuing)
+    monkeypatch.setattr(Flights, "launch", launching)
+    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    with make(headed, proposer, 6) as llm:
+        assert texts(llm.generate(PROMPTS, PARAMS, on_error="return")) == expected
+    assert waited.total() > 1
+    assert landings == [False] * waited.total()
 
 
 def test_as_many_blocks_as_one_text_needs(

@@ -321,7 +321,7 @@ def test_a_row_is_what_two_forwards_give(name: str, *, drafts_trees: bool) -> No
             slots=slots, contexts=texts, device=lm.device, prompts=[] if is_apart else rest
         )
         outputs.append(target.verify(batch, known))
-        target.commit(batch, [0, 1, 0], outputs[-1].hidden_states)
+        target.commit(batch, [0, 1, 0], outputs[-1])
         states.append([*target.take_features([0, 1, 2, 3])])
     assert outputs[0].counts == outputs[1].counts == [1, 3, 2]
     for row, count in enumerate([1, 3, 2]):

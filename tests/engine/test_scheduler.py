@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.scheduler import Scheduler
+from guided_spec.errors import RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.types import SamplingParams
 from tests.toys import VOCABULARY
@@ -116,14 +117,12 @@ def test_a_request_may_end_in_the_queue() -> None:
     for one in (first, second, third):
         scheduler.add(one)
     admit_all(scheduler)
-    second.finish("stop")
-    scheduler.forget(second)
+    error = RequestCancelledError("nobody waits")
+    scheduler.end(second, error)
     assert scheduler.remove_finished() == []  # it had no slot to give back
     assert list(scheduler) == [first, third]
-    first.finish("stop")
-    third.finish("stop")
-    scheduler.forget(third)
-    scheduler.forget(first)  # which is not in the queue
+    scheduler.end(third, error)
+    scheduler.end(first, error)  # which is not in the queue
     assert scheduler.remove_finished() == [0]
     assert not scheduler
 

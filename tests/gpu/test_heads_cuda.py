@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.engine.flights import Flights
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
@@ -183,3 +184,29 @@ def test_masks_are_translated_alike(vocab_size: int, draft_size: int) -> None:
     assert torch.equal(translate_bitmask(bitmask.cuda(), target_ids.cuda()).cpu(), expected)
     alone = pack_bitmask(torch.arange(vocab_size) == torch.arange(vocab_size)[-3:, None])
     assert torch.equal(only_legal_token(alone.cuda()).cpu(), torch.arange(vocab_size)[-3:])
+
+
+@pytest.mark.parametrize("tables", ["off", "always"])
+@pytest.mark.parametrize("proposer", ["eagle3", "dspark", "chain:grammar_forced+eagle3", "ngram"])
+def test_texts_that_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposer: str, tables: str
+) -> None:
+    """Drafts run beside forwards of other texts, and what these read is not overwritten."""
+    method = proposer.rpartition("+")[2].replace("ngram", "eagle3")
+    headed = on_cuda(tmp_path / "head", method, torch.float32)
+    grammars = [*GRAMMARS * 8, *GRAMMARS[:2]]
+    params = [
+        SamplingParams(max_tokens=50, temperature=0.8 * (at % 2), seed=at, grammar=grammar)
+        for at, grammar in enumerate(grammars)
+    ]
+    prompts = [PROMPTS[at % len(PROMPTS)] for at in range(len(params))]
+    options: dict[str, Any] = {"prefill_tokens": 24, "max_batch_size": 11}
+    found = list[list[list[int]]]()
+    with make_llm(headed.target, proposer, headed.draft, grammar_tables=tables, **options) as llm:
+        for takes_turns in (False, True, True, True):
+            least = 2 if takes_turns else 1000
+            monkeypatch.setattr(Flights, "take_turns", lambda _, count, most=least: count >= most)
+            outputs = llm.generate(prompts, params, on_error="return")
+            assert [output.error for output in outputs] == [None] * len(params)
+            found.append([output.token_ids for output in outputs])
+    assert found[1:] == found[:1] * 3

@@ -16,7 +16,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks import lookahead as lookahead_module
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import MaskRows
+from guided_spec.masks.rows import MaskRows, TabledTexts
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import Draft
@@ -271,6 +271,18 @@ def test_a_position_without_candidates_ends_a_draft_but_leaves_it_open() -> None
     assert lookahead.extend_best([[(9, 1), (7, 8)]]) == [[1]]
     assert lookahead.is_open == [False]
     assert lookahead.refused == [7]
+
+
+def test_the_next_draft_may_overwrite_where_rows_come_from() -> None:
+    lookahead, _ = toy_lookahead(ToyCompiled(text_rule([b"abcd"])))
+    row = torch.full((1,), 5, dtype=torch.int32)
+    sources = torch.tensor([[row.data_ptr()], [0]])
+    lookahead.leave(TabledTexts({0: frozenset()}, sources, is_alone=True), sources)
+    lookahead.keep_sources()
+    sources.zero_()
+    masks = lookahead.finish(1)
+    assert masks is not None
+    assert masks[0, :, 0].tolist() == [5, -1]
 
 
 def test_forced_positions() -> None:

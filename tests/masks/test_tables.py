@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
-from guided_spec.masks.rows import DeviceTables, MaskRows, TabledTexts
+from guided_spec.masks.rows import STEPS_IN_FLIGHT, DeviceTables, MaskRows, TabledTexts
 from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
 from tests.ops.table_walks import random_table, starts_of
 
@@ -51,6 +53,19 @@ def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
     assert find(device, 2) is not None  # in the place of table 1, which is the oldest
     assert set(device._held) == {TABLES[0], TABLES[2]}
     assert find(DeviceTables(torch.device("cpu"), 4, SIZE - 1), 0) is None
+
+
+def test_what_goes_is_kept_for_the_steps_that_still_read_it() -> None:
+    device = DeviceTables(torch.device("cpu"), 4, SIZE)
+    first = find(device, 0)
+    assert first is not None
+    parts = [weakref.ref(part) for part in device._held[TABLES[0]].parts]
+    for number in (1, 2):
+        assert find(device, number) is not None
+        assert all(part() is not None for part in parts)
+    for _ in range(STEPS_IN_FLIGHT):
+        find(device, 2)
+    assert all(part() is None for part in parts)
 
 
 def test_nothing_goes_for_a_table_that_finds_no_room() -> None:

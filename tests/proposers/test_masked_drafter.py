@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -144,8 +145,8 @@ def build(headed: Headed, *, is_waiting: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: is_waiting)
         if is_waiting:
-            patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
-            patch.setattr(block_runner, "GraphPool", lambda *_: Device())
+            patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
+            patch.setattr(block_runner, "GraphPool", lambda *_, **__: Device())
         found: Any = build_proposer(f"{headed.name}:mask", context)
     return found
 
@@ -183,6 +184,25 @@ def draft(
     lengths = found.num_tokens.tolist()
     assert all(length <= most for length, most in zip(lengths, flight.most, strict=True))
     return Drafted(found, lookahead.drafted, lookahead.starved, lookahead.options)
+
+
+@pytest.mark.parametrize("count", [1, K])
+def test_the_next_draft_overwrites_nothing_of_one_that_is_verified(
+    headed: Headed, count: int
+) -> None:
+    proposer = build(headed, is_waiting=True)
+    batch = replace(make_batch(proposer, MIXED, (K,) * 3), num_draft_tokens=count)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    found = proposer.begin(batch, lookahead).finish()
+    parts = [one for one in (found.token_ids, found.probs, found.is_certain) if one is not None]
+    before = [one.clone() for one in parts]
+    assert len(parts) > 1
+    assert proposer._masked is not None
+    for buffers in proposer._masked._buffers.values():
+        for one in (buffers.ids, buffers.probs, buffers.rescued):
+            if one is not None:
+                one.fill_(7)
+    assert all(map(torch.equal, parts, before))
 
 
 TEMPERATURES = pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
@@ -319,8 +339,8 @@ def test_the_law_behind_forced_text(headed: Headed) -> None:
     config = EngineConfig(kernels="packed", num_draft_tokens=2 * K)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: True)
-        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
-        patch.setattr(block_runner, "GraphPool", lambda *_: Device())
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
+        patch.setattr(block_runner, "GraphPool", lambda *_, **__: Device())
         written = headed.written
         context = toy_context(
             target=written.target, draft=written.draft, config=config, num_slots=ROWS
@@ -467,7 +487,7 @@ def generate(
     ]
     options |= {"kernels": "packed", "max_batch_size": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             return llm.generate(PROMPTS, params)
 

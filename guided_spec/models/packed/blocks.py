@@ -25,6 +25,7 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.host import to_device, zeros_on_demand
+from guided_spec.ops.side_stream import SideStream
 
 BLOCK = 64  # positions, as many as attention reads at a time: a tile is never in two
 SINK = 0  # the block that takes what belongs nowhere
@@ -116,6 +117,8 @@ class Blocks:
     slots can fill. device: of the tables.
 
     tables: int32 [num_slots, P] on the device, see ``SlotPlaces``; up to date behind ``upload``.
+    side: the stream on which they are written, whoever asks for it: else an older change might come
+        last. Whoever keeps memory by them may run there.
     lag: positions at the end of a prefix that some memory holds for the text that went on from it.
     """
 
@@ -128,6 +131,7 @@ class Blocks:
         most = num_slots * self._columns
         self.num_blocks = most if num_blocks is None else min(num_blocks, most)
         self.tables = torch.zeros(num_slots, self._columns, dtype=torch.int32, device=device)
+        self.side = SideStream(device)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._room = np.zeros(num_slots, dtype=np.int64)  # positions that each has blocks for
         self._unused = list(range(self.num_blocks, 0, -1))
@@ -312,8 +316,11 @@ class Blocks:
             return
         rows = [[*place, block] for place, block in self._changes.items()]
         self._changes.clear()
-        found = to_device(rows, self.tables.device)
-        self.tables[found[:, 0], found[:, 1]] = found[:, 2].int()
+        self.side.follow()  # what the current stream was given reads them as they are
+        with self.side.use():
+            found = to_device(rows, self.tables.device)
+            self.tables[found[:, 0], found[:, 1]] = found[:, 2].int()
+        self.side.join()
 
     def _append(self, slot: int, block: int) -> None:
         table = self._slots[slot].blocks

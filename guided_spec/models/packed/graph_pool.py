@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.ops.host import host_integers
+from guided_spec.ops.side_stream import URGENT
 
 # Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
 SIZES = (
@@ -110,9 +111,16 @@ class GraphPool:
     """The graphs of one model; they share their memory, so only one runs at a time.
 
     device: where the functions run. window: see ``Stage``; None captures whatever comes.
+    is_beside: whether they run on a ``SideStream``.
     """
 
-    def __init__(self, device: torch.device, window: CaptureWindow | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        window: CaptureWindow | None = None,
+        *,
+        is_beside: bool = False,
+    ) -> None:
         self.device = device
         self._window = window or CaptureWindow()
         self._is_cuda = device.type == "cuda"
@@ -120,7 +128,9 @@ class GraphPool:
         self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
         self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         # One for all captures: memory that a stream has used is kept for it.
-        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None
+        # A graph's kernels are as urgent as the stream that it was captured on.
+        priority = URGENT if is_beside else 0
+        self._stream: Any = torch.cuda.Stream(device, priority) if self._is_cuda else None
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -237,7 +237,7 @@ class PackedSlotHead:
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
-        self.graphs = self.sources = GraphPool(device, window)
+        self.graphs = self.sources = GraphPool(device, window, is_beside=True)
         self._whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
         width = packed.head.hidden_size

@@ -467,7 +467,7 @@ class PackedContextReader:
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-        self.commit, self.graphs = self.slots.commit, GraphPool(device, window)
+        self.commit, self.graphs = self.slots.commit, GraphPool(device, window, is_beside=True)
         self._drafts = BlockGraphs(self, limits.num_slots)
         self.draft = self._drafts.draft
 

@@ -1,0 +1,206 @@
+"""Two halves of the texts take turns, and every text is what it would be."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guided_spec.core import DecodeBatch
+from guided_spec.engine import flights
+from guided_spec.engine.flights import Flights
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.pace import ForwardTimes
+from guided_spec.errors import ModelError
+from guided_spec.step import Step, commit, speculative_step
+from guided_spec.types import SamplingParams
+from tests.engine.test_equality import PARAMS, PROMPTS, PROPOSERS, generate, plain, tokens
+from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
+from tests.engine.test_preemption import PROMPTS as OTHERS
+from tests.engine.test_preemption import make, texts
+from tests.learned_heads import HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy
+
+PATIENCE = 60.0
+SIZES = (1, 64, 128, 256, 512, 1024, 2048)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """From two texts on they take turns; the slots of each step, as they are launched."""
+    seen = list[tuple[int, ...]]()
+
+    def launched(target: Any, proposer: Any, batch: DecodeBatch, **rest: Any) -> Step:
+        seen.append(batch.slots)
+        return speculative_step(target, proposer, batch, **rest)
+
+    monkeypatch.setattr("guided_spec.engine.engine.speculative_step", launched)
+    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    return seen
+
+
+def ran_in_turns(batches: Sequence[tuple[int, ...]]) -> bool:
+    """Whether many steps had none of the texts of the step before."""
+    apart = [not {*one} & {*other} for one, other in zip(batches, batches[1:], strict=False)]
+    return sum(apart) > len(apart) / 4
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS[1:])
+def test_the_texts_are_the_same(batches: list[tuple[int, ...]], proposer: str) -> None:
+    draft = near_copy("llama") if "draft_model" in proposer else None
+    options: dict[str, Any] = {"kernels": "packed", "max_batch_size": 5, "prefill_tokens": 16}
+    assert tokens(generate("llama", proposer, draft, **options)) == tokens(plain("llama"))
+    assert ran_in_turns(batches)
+    assert max(map(len, batches)) == 3
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+@pytest.mark.parametrize("proposer", ["eagle3", "chain:grammar_forced+eagle3"])
+def test_seeds_give_the_same_texts(
+    batches: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    written: HeadedTarget,
+    proposer: str,
+    verifier: str,
+) -> None:
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.8, seed=at, grammar=one.grammar)
+        for at, one in enumerate(PARAMS)
+    ]
+    found = list[list[tuple[list[int], str]]]()
+    for takes_turns in (True, False):
+        if not takes_turns:
+            assert ran_in_turns(batches)
+            monkeypatch.setattr(Flights, "take_turns", lambda *_: False)
+        with make(written, proposer, None, verifier=verifier) as llm:
+            found.append(texts(llm.generate(PROMPTS, params)))
+    assert found[0] == found[1]
+
+
+def test_the_law_is_the_same(batches: list[tuple[int, ...]], tmp_path: Path) -> None:
+    target, draft = headed("eagle3", tmp_path)
+    params = sampled(seed=None)
+    options: dict[str, Any] = {"max_batch_size": 60, "max_model_len": 32, "num_draft_tokens": 3}
+    with make_llm(target, "eagle3", draft, kernels="packed", **options) as llm:
+        exact, others = law(llm, params), law(llm, sampled(seed=None, temperature=1.6))
+        found = [one.completions[0] for one in llm.generate([PROMPT] * NUM_SEEDS, params)]
+    assert ran_in_turns(batches)
+    counts = Counter(tuple(one.token_ids) for one in found)
+    assert set(counts) <= set(exact)
+    assert p_value(counts, exact) > UNLIKELY > p_value(counts, others)
+
+
+def test_who_is_cancelled_on_the_way_keeps_its_slot_until_it_lands(
+    monkeypatch: pytest.MonkeyPatch, written: HeadedTarget
+) -> None:
+    """What the step gave it goes nowhere, and nothing of it to who comes next."""
+    entered, resume = threading.Event(), threading.Event()
+    batches, given = list[tuple[int, ...]](), SamplingParams(max_tokens=60, ignore_eos=True)
+
+    def held(target: Any, proposer: Any, batch: DecodeBatch, **rest: Any) -> Step:
+        batches.append(batch.slots)
+        step = speculative_step(target, proposer, batch, **rest)
+        if batches[-2:] == [(0,), (1,)] and not entered.is_set():
+            entered.set()
+            assert resume.wait(PATIENCE)
+        return step
+
+    monkeypatch.setattr("guided_spec.engine.engine.speculative_step", held)
+    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    outputs = list[RequestOutput]()
+    with make(written, "eagle3", None, max_batch_size=2) as llm:
+        stream = llm.stream(OTHERS[0], given)
+        next(stream)
+        others = [OTHERS[1], OTHERS[2]]
+        other = threading.Thread(target=lambda: outputs.extend(llm.generate(others, given)))
+        other.start()
+        assert entered.wait(PATIENCE)
+        stream.close()  # type: ignore[attr-defined]  # a generator
+        resume.set()
+        other.join(PATIENCE)
+        monkeypatch.setattr(Flights, "take_turns", lambda *_: False)
+        assert texts(outputs) == texts(llm.generate(others, given))
+    assert (0,) in batches[batches.index((1,)) + 1 :]  # whose slot the third text then has
+
+
+def test_a_step_that_fails_takes_all_that_run_with_it_and_no_other(
+    batches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+
+    def failing(batch: DecodeBatch, *rest: Any) -> Any:
+        calls.append(len(batch))
+        if len(calls) == 5:
+            raise ZeroDivisionError("no commit")
+        return commit(batch, *rest)
+
+    monkeypatch.setattr(flights, "commit", failing)
+    with make_llm("llama", "ngram", kernels="packed", max_batch_size=4) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
+        failed = [output for output in outputs if output.error is not None]
+        assert 1 < len(failed) <= 4
+        assert all(isinstance(output.error, ModelError) for output in failed)
+        assert batches
+        again = [one.completions[0] for one in llm.generate(PROMPTS, PARAMS)]
+    assert tokens(again) == tokens(plain("llama"))
+
+
+def test_closing_ends_what_is_on_its_way(batches: list[tuple[int, ...]]) -> None:
+    llm: LLM = make_llm("llama", "ngram", kernels="packed")
+    found, params = list[RequestOutput](), SamplingParams(max_tokens=150, ignore_eos=True)
+    writer = threading.Thread(
+        target=lambda: found.extend(llm.generate(["A"] * 4, params, on_error="return"))
+    )
+    writer.start()
+    while len(batches) < 6:
+        writer.join(0.01)
+    llm.close()
+    writer.join(PATIENCE)
+    assert not writer.is_alive()
+    assert len(found) == 4
+
+
+def measured(flat: int, width: int, most: int) -> Flights:
+    """Forwards of up to ``flat`` tokens take the same, and longer ones in proportion."""
+    found = Flights()
+    found.measure(ForwardTimes({size: max(size, flat) / 1e5 for size in SIZES}), width, most)
+    return found
+
+
+@given(flat=st.integers(1, 1000), width=st.integers(2, 9), most=st.integers(1, 400))
+def test_halves_take_turns_where_their_forwards_take_hardly_longer(
+    flat: int, width: int, most: int
+) -> None:
+    found = measured(flat, width, most)
+    takes = [at for at in range(1, most + 1) if found.take_turns(at)]
+    assert takes == [*range(most - len(takes) + 1, most + 1)]
+    for num_texts in takes:
+        assert num_texts * width > flat / 2  # else two forwards take twice as long
+    if most * width > 4 * flat and most > 8:
+        assert takes
+
+
+def test_without_times_nobody_takes_turns() -> None:
+    found = Flights()
+    found.measure(ForwardTimes({}), 6, 256)
+    assert not any(map(found.take_turns, range(1, 300)))
+
+
+def test_who_takes_turns_goes_on_with_fewer() -> None:
+    found: Any = measured(512, 6, 256)
+    first = min(at for at in range(1, 257) if found.take_turns(at))
+    found.launch(object())
+    assert found.take_turns(first * 3 // 4 + 1)
+    assert not found.take_turns(first // 2)
