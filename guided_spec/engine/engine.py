@@ -560,7 +560,9 @@ class Engine:
         count_step(requests, step, committed)
         ended = time.perf_counter()
         if pace is not None:
-            pace.count(StepTaken.of(batch, committed, ended - (self._ended or started)))
+            drafted = step.num_drafted.wait().tolist()
+            taken = ended - (self._ended or started)
+            pace.count(StepTaken.of(batch, committed, drafted, taken))
         logprobs = step.token_logprobs(committed)
         self._have_read(along)
         seen = see_step(step, batch, started)

@@ -67,19 +67,33 @@ class StepTaken(NamedTuple):
     """A step that is done.
 
     num_drafted: tokens of a draft at most. num_read: of prompts. accepted: [B] of each draft.
+    num_new: of the texts, those that begin in this step and have no draft in it, whatever K is.
     """
 
     num_drafted: int
     num_read: int
     accepted: Sequence[int]
     seconds: float
+    num_new: int = 0
 
     @classmethod
-    def of(cls, batch: DecodeBatch, committed: Sequence[Committed], seconds: float) -> StepTaken:
-        """Of that batch; a prompt that its drafter reads counts as a token of it."""
+    def of(
+        cls,
+        batch: DecodeBatch,
+        committed: Sequence[Committed],
+        drafted: Sequence[int],
+        seconds: float,
+    ) -> StepTaken:
+        """Of that batch; a prompt that its drafter reads counts as a token of it.
+
+        drafted: [B] tokens of each draft.
+        """
         num_read = sum(len(prompt.token_ids) for prompt in batch.prompts) + len(batch.begun)
         accepted = [row.num_accepted for row in committed]
-        return cls(batch.num_draft_tokens, num_read, accepted, seconds)
+        coming = {prompt.slot for prompt in batch.prompts}
+        pairs = zip(batch.slots, drafted, strict=True)
+        num_new = sum(count == 0 and slot in coming for slot, count in pairs)
+        return cls(batch.num_draft_tokens, num_read, accepted, seconds, num_new)
 
 
 class _Acceptance:
@@ -92,9 +106,10 @@ class _Acceptance:
     def is_known(self) -> bool:
         return self._seen[0] > 0
 
-    def add(self, num_drafted: int, accepted: Sequence[int]) -> None:
-        batch = len(accepted)
-        for at in range(num_drafted):
+    def add(self, num_drafted: int, accepted: Sequence[int], num_new: int) -> None:
+        """num_new: of those that accepted none, who says nothing of drafts."""
+        batch = len(accepted) - num_new
+        for at in range(num_drafted if batch else 0):
             self._seen[at] = min(self._seen[at] + batch, max(MEMORY, STRETCH * batch))
             share = sum(count > at for count in accepted) / batch
             self._shares[at] += batch / self._seen[at] * (share - self._shares[at])
@@ -190,7 +205,7 @@ class Pace:
         batch, has_read = len(step.accepted), self._last.num_read > 0
         way, self._last = self._way(batch), step
         way.unseen += 1
-        self._acceptance.add(step.num_drafted, step.accepted)
+        self._acceptance.add(step.num_drafted, step.accepted, step.num_new)
         if step.num_read:  # and more is done for a prompt than to read it
             return
         way.left, rest = max(0, way.left - 1), self._rest.get(step.num_drafted)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec import step
+from guided_spec.core import PromptPiece
 from guided_spec.engine import flights, pace
 from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
+from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.by_chance import draft_by_chance
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
@@ -118,6 +121,30 @@ def test_texts_change() -> None:
     run(one, COSTLY, 1000, 32)
     assert run(one, GOOD, 4000, 32).drafted[0] < 1500
     assert run(one, COSTLY, 4000, 32).drafted[0] > 3500
+
+
+def test_texts_that_begin_say_nothing_of_drafts() -> None:
+    """None is made for their first tokens: where many come, drafts are as good as before."""
+    one, dice = Pace(K, UNKNOWN), random.Random(0)
+    for at in range(60):
+        count = one.num_draft_tokens(64, 500)
+        assert count == K
+        new = 0 if at == 0 else 48
+        accepted = [0 if text < new else dice.choice([3, 4, 5]) for text in range(64)]
+        one.count(StepTaken(count, 500, accepted, 1.0, new))
+
+
+def test_who_begins_without_a_draft() -> None:
+    """Of those whose prompts come along."""
+    batch: Any = SimpleNamespace(
+        slots=(0, 2, 3, 5),
+        num_draft_tokens=K,
+        prompts=[PromptPiece(slot, 0, [1, 2, 3]) for slot in (2, 3, 4)],
+        begun=(),
+    )
+    committed = [Committed([1, 2], 1), Committed([1], 0), Committed([1, 2, 3], 2), Committed([], 0)]
+    taken = StepTaken.of(batch, committed, [4, 0, 2, 0], 0.5)
+    assert taken == (K, 9, [1, 0, 2, 0], 0.5, 1)
 
 
 def test_each_number_of_texts_goes_its_own_way() -> None:
