@@ -14,19 +14,29 @@ LONG = 200_000_000  # cycles
 
 
 def test_it_does_not_wait_for_the_current_stream_unless_told() -> None:
-    side, slow = SideStream(CUDA), torch.zeros(1, device=CUDA)
+    """Nothing between is allocated or launched for the first time: both may wait for the device."""
+    side, slow, seen = SideStream(CUDA), torch.zeros(1, device=CUDA), torch.ones(2, device=CUDA)
+    ended, copied = torch.cuda.Event(), torch.cuda.Event()
     with side.use():
-        Download(slow.clone())  # to get pinned memory waits for the device
+        seen[:1].copy_(slow)
+        copied.record()
+    slow += 0
+    ended.record()
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
+    torch.cuda._sleep(10 * LONG)
     slow += 1
+    ended.record()
     with side.use():
-        beside = Download(slow.clone())
-    assert beside.wait().item() == 0
+        seen[:1].copy_(slow)
+        copied.record()
+    copied.synchronize()
+    assert not ended.query()
     side.follow()
     with side.use():
-        behind = Download(slow.clone())
-    assert behind.wait().item() == 1
+        seen[1:].copy_(slow)
+    side.join()
+    assert seen.tolist() == [0, 1]
 
 
 def test_who_joins_waits() -> None:
