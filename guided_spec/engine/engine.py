@@ -547,10 +547,12 @@ class Engine:
         return [one for one in self._scheduler.running(state) if one not in flying]
 
     def _land(self, left: int) -> None:
+        """Commit steps in the order of their launch, until so many are left on their way."""
         while len(self._flights) > left:
             self._commit_flight(self._flights.land())
 
     def _commit_flight(self, flight: Flight) -> None:
+        """First of all launch what does not depend on the host, which then waits for the step."""
         requests, along, batch, step, pace, started = flight
         self._carry = step.carry_on(self._side)
         if self._runs_ahead(batch, pace):

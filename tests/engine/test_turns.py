@@ -89,6 +89,7 @@ def test_seeds_give_the_same_texts(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_law_is_the_same(batches: list[tuple[int, ...]], tmp_path: Path) -> None:
     target, draft = headed("eagle3", tmp_path)
     params = sampled(seed=None)
