@@ -112,8 +112,11 @@ def test_a_draft_model_captures_in_the_engines_window(monkeypatch: pytest.Monkey
     """Else a step behind the warm-up would capture the choices that it makes."""
     window, given = CaptureWindow(), list[CaptureWindow | None]()
 
-    def pool(device: torch.device, window: CaptureWindow | None = None) -> GraphPool:
+    def pool(
+        device: torch.device, window: CaptureWindow | None = None, *, is_beside: bool = False
+    ) -> GraphPool:
         assert device.type == "cuda"
+        assert is_beside  # where drafts are made
         given.append(window)
         return GraphPool(CPU, window)
 
