@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch
@@ -27,7 +26,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows, default_table_bytes
-from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.sampling.adjust import (
     Adjustments,
     RuleTable,
@@ -40,6 +39,9 @@ from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.step import Committed
 from guided_spec.types import MAX_SEED, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.blocks.clock import Clock
 from benchmarks.widening.models import write_wide, write_wide_head
 from benchmarks.widening.shape import LLAMA_8B, Shape
-from guided_spec.engine.setup import BUNDLED
+from guided_spec.bundled import BUNDLED
 from guided_spec.training.run import REPORT
 from guided_spec.training.trainer import CHECKPOINTS
 from tools.bundled_models.heads import write_documents

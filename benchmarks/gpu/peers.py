@@ -19,7 +19,7 @@ from benchmarks.gpu.subject import Subject, json_documents
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.evaluate.measurement import Measurement, WorkItem, is_valid, run_transformers
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.tokenizer import end_of_text_ids
 
 VLLM_METHODS = ("none", "ngram", "eagle3")
 TAIL = 600  # characters of a failed engine's log that are reported

@@ -19,7 +19,7 @@ from benchmarks.gpu.plugins_worker import WORKER_EXTENSION
 from benchmarks.gpu.subject import Subject, json_documents
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.plugin import FEATURES, VARIABLE
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 METHODS = ("none", "ngram", "eagle3", "guided")
 OPTIONS = ("sampled", "sync", "v1")

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import WorkItem, load_workload
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 
 
 class Subject(NamedTuple):

@@ -17,15 +17,16 @@ from rich.table import Table
 
 from benchmarks.kernels.device_time import host_seconds
 from benchmarks.masks.row_filling import RowFilling, Text
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
+from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 
 CONTEXT = 128
 

@@ -23,15 +23,15 @@ from rich.table import Table
 
 from benchmarks.gpu.subject import json_documents
 from benchmarks.widening.tokenizer import write_tokenizer
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer, ProposerContext
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide, GuidedText
 from guided_spec.masks.lookahead import Lookahead, Scored
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.mailbox import Mailbox
 from guided_spec.ops.mask_words import first_tokens
 from guided_spec.proposers.draft_trees import DraftTrees

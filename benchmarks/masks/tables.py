@@ -22,8 +22,8 @@ import typer
 from rich.table import Table
 
 from benchmarks.schemas.corpus import SchemaCase, load_cases
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import GrammarError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
@@ -35,7 +35,7 @@ from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 _TIMED = 100  # tokens of one text, whose rows are timed
 

@@ -19,12 +19,12 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.masks.row_filling import Text, fill_table
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.mask_words import num_mask_words
 
 Way = Callable[[Any, Sequence[int], Tensor], None]

@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from benchmarks.schemas.corpus import SchemaCase, load_cases
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.process import frozen_heap
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import BudgetTooSmallError, GrammarError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 _LONGEST = 2000  # tokens of a document
 Outcome = Literal["whole", "lost", "masked", "disagrees", "other row", "refused"]

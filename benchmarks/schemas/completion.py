@@ -19,10 +19,10 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import WorkItem, is_valid, load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from benchmarks.schemas.corpus import load_cases
 from benchmarks.schemas.judge import Judge, SchemaVerdict
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 _SECONDS = 30.0  # for one compile
 _COLUMNS = (

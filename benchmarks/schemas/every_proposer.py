@@ -20,10 +20,10 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.schemas.corpus import SchemaCase, load_cases
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import GrammarCompileError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec

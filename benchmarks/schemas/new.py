@@ -21,9 +21,9 @@ import typer
 from rich.table import Table
 
 from benchmarks.serving.requests import make_requests
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.process import frozen_heap
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -35,7 +35,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.mask_words import num_mask_words
 
 _DRAFT = 5  # tokens

@@ -22,8 +22,8 @@ from benchmarks.gpu.run import GpuPlan, folders
 from benchmarks.serving.requests import DATASETS, make_requests
 from benchmarks.serving.servers import DEFAULT, Subject, served
 from benchmarks.serving.traffic import Answer, Pattern, Traffic, drive
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
-from guided_spec.engine.setup import bundled_asset
 
 PERCENTILES = (50, 90, 99)
 SERVERS = f"none,{DEFAULT}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem, is_valid, load_workload
 from guided_spec.grammar.spec import GrammarSpec

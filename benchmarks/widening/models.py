@@ -47,8 +47,8 @@ from benchmarks.widening.shape import (
     shape_of,
 )
 from benchmarks.widening.tokenizer import write_tokenizer
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, print_json
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.model import BlockHead

@@ -44,7 +44,7 @@ def bench(
     held-out documents that come with the package are used.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
-    from guided_spec.engine.setup import bundled_asset
+    from guided_spec.bundled import bundled_asset
     from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
 
     names = proposer_list(proposers or _default_proposers(load.model))
@@ -69,7 +69,7 @@ def _batch_sizes(text: str) -> list[int]:
 
 def _default_proposers(model: str | None) -> str:
     """With the bundled model its draft heads too."""
-    from guided_spec.engine.setup import bundled_asset, named_model
+    from guided_spec.bundled import bundled_asset, named_model
 
     if named_model(model) != bundled_asset("target"):
         return DEFAULT_PROPOSERS

@@ -93,7 +93,7 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
 
 
 def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
-    from guided_spec.engine.setup import BUNDLED
+    from guided_spec.bundled import BUNDLED
 
     if draft in (None, BUNDLED):  # the proposer names which of the bundled ones it is
         return ["none", "ngram", "auto"]
@@ -122,7 +122,7 @@ def _opened(llm: LLM, name: str, draft: str | None) -> Iterator[LLM]:
 def _ask(asked: _Asked, load: ModelOptions, proposers: str | None, url: str) -> list[Acceptance]:
     from guided_spec.engine.prompt import PromptEncoder
     from guided_spec.evaluate.acceptance import measure_server, read_asked
-    from guided_spec.models.loading import load_tokenizer
+    from guided_spec.models.tokenizer import load_tokenizer
     from guided_spec.training.data.endpoint import Endpoint
     from guided_spec.training.data.records import check_sources
 

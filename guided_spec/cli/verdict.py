@@ -7,7 +7,7 @@ import time
 import warnings
 from typing import Any
 
-from guided_spec.engine.setup import named_model
+from guided_spec.bundled import named_model
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
@@ -26,7 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 
 def report_schema(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib.resources import files
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from guided_spec.bundled import BUNDLED, bundled_asset, named_model
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
@@ -42,10 +42,11 @@ from guided_spec.kinds import require_kinds
 from guided_spec.masks.rows import launch_walk
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
-from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
+from guided_spec.models.loading import load_model
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
+from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
@@ -225,18 +226,6 @@ DEFAULT_PROPOSER = "chain:grammar_forced+auto"
 CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
 BUNDLED_HEADS = ("eagle3", "mtp")
-
-BUNDLED = "bundled"  # the name of the model that comes with the package, and of its drafts
-
-
-def bundled_asset(name: str) -> str:
-    """The path of what comes with the package: ``target``, ``draft`` or ``heldout.jsonl``."""
-    return str(files("guided_spec") / "assets" / name)
-
-
-def named_model(model: Any) -> Any:
-    """What a user calls a model, with the folder of the bundled one for None and its name."""
-    return bundled_asset("target") if model in (None, BUNDLED) else model
 
 
 @dataclass(frozen=True, slots=True)

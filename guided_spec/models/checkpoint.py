@@ -23,6 +23,8 @@ from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ConfigError, ModelError
 
+ADAPTER_CONFIG = "adapter_config.json"
+LONGEST_REASON = 300
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 LAYOUTS = tuple(name for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
 SAFETENSORS = ".safetensors"
@@ -350,3 +352,39 @@ def _link(source: Path, copy: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def find_file(path: str | Path, name: str, revision: str | None) -> str | None:
+    """Where a file of a folder or a repository of the hub is; None where it has no such."""
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    found = cached_file(
+        str(path),
+        name,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else str(found)
+
+
+def check_folder(argument: str, path: str | Path, *names: str) -> None:
+    """Refuse what is plainly a folder and not there, before a hub is asked for it.
+
+    names: files of which the folder must have one.
+    """
+    looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
+    shown = f"{argument}={str(path)!r}"
+    if looks_local and not Path(path).is_dir():
+        raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
+        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")
+
+
+def loading_failure(argument: str, path: str | Path, error: Exception) -> str:
+    """The message of a ModelError: the argument, its value, and the first letters of the reason."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
+    return f"{argument}={str(path)!r} cannot be loaded: {reason}"

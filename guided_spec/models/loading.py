@@ -1,4 +1,4 @@
-"""Loading models and tokenizers from a folder or the Hugging Face hub."""
+"""Loading models from a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ModelError
-from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    check_folder,
+    find_file,
+    loading_failure,
+)
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 
-ADAPTER_CONFIG = "adapter_config.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 _LOG = logging.getLogger(__name__)
 
-LARGEST_REASON = 300
 FP8_DEVICES = ("cpu", "cuda")  # others have no such numbers
 
 
@@ -64,7 +64,7 @@ def load_model(
     """
     if sum(value is not None for value in (device, device_map, tp_plan)) > 1:
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
-    _check_folder(argument, path, "config.json", ADAPTER_CONFIG)
+    check_folder(argument, path, "config.json", ADAPTER_CONFIG)
     target = _target_device(device)
     arguments = {"dtype": resolve_dtype(dtype, target), **options}
     if device_map is not None:
@@ -75,7 +75,7 @@ def load_model(
     is_placed = device_map is not None or tp_plan is not None
     began = time.perf_counter()
     try:
-        adapter = _find_file(path, ADAPTER_CONFIG, options.get("revision"))
+        adapter = find_file(path, ADAPTER_CONFIG, options.get("revision"))
         if adapter is None:
             model = _load_whole(path, arguments, None if is_placed else target)
         else:
@@ -83,7 +83,7 @@ def load_model(
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(_explain(argument, path, error)) from error
+        raise ModelError(loading_failure(argument, path, error)) from error
     model.eval()
     assert isinstance(model, PreTrainedModel)
     seconds = time.perf_counter() - began
@@ -159,83 +159,6 @@ def _load_merged(
     return merged.merge_and_unload(safe_merge=True)
 
 
-def load_tokenizer(
-    path: str | Path, *, argument: str = "tokenizer", **options: Any
-) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
-
-    argument: what errors are to call it, as who gave it does.
-    options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
-    Raises ModelError, naming the argument and what to do, when it cannot be loaded.
-    """
-    _check_folder(argument, path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
-    try:
-        source = _tokenizer_of(path, options)
-        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
-    except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(_explain(argument, path, error)) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ModelError(f"{argument}={str(path)!r}: the folder or repository has no tokenizer")
-    return tokenizer
-
-
-def end_of_text_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[int, ...]:
-    """The ids that end a text, ascending: what model, its generation config and tokenizer name."""
-    text_config: Any = model.config.get_text_config(decoder=True)
-    sources = (model.generation_config, model.config, text_config, tokenizer)
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(found))
-
-
-def _tokenizer_of(path: str | Path, options: dict[str, Any]) -> str | Path:
-    """Where the tokenizer is: an adapter need not bring it."""
-    revision = options.get("revision")
-    adapter = _find_file(path, ADAPTER_CONFIG, revision)
-    if adapter is None or _find_file(path, TOKENIZER_CONFIG, revision) is not None:
-        return path
-    settings = json.loads(Path(adapter).read_text(encoding="utf-8"))
-    options.pop("revision", None)  # the adapter's
-    if settings.get("revision") is not None:
-        options["revision"] = settings["revision"]
-    base: str = settings.get("base_model_name_or_path") or str(path)
-    return base
-
-
-def _find_file(path: str | Path, name: str, revision: str | None) -> str | None:
-    """Where a file of a folder or a repository of the hub is; None where it has no such."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    found = cached_file(
-        str(path),
-        name,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else str(found)
-
-
-def _check_folder(argument: str, path: str | Path, *names: str) -> None:
-    """Refuse what is plainly a folder and not there, before a hub is asked for it.
-
-    names: files of which the folder must have one.
-    """
-    looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
-    shown = f"{argument}={str(path)!r}"
-    if looks_local and not Path(path).is_dir():
-        raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")
-
-
 def _target_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -287,12 +210,6 @@ def _distributed_config(tp_plan: str | dict[str, str]) -> Any:
 def _require(package: str, extra: str, shown: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"{shown}: it needs {package}: pip install 'guided-spec[{extra}]'")
-
-
-def _explain(argument: str, path: str | Path, error: Exception) -> str:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    reason = reason if len(reason) <= LARGEST_REASON else reason[: LARGEST_REASON - 1] + "…"
-    return f"{argument}={str(path)!r} cannot be loaded: {reason}"
 
 
 def load_ends(

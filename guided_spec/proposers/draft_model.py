@@ -20,8 +20,9 @@ from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerConte
 from guided_spec.errors import ConfigError, ModelError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, largest_context
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from guided_spec.engine.setup import named_model
+from guided_spec.bundled import named_model
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
 from guided_spec.kinds import require_kinds
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
-from guided_spec.models.loading import has_layers, load_ends, load_model, load_tokenizer
+from guided_spec.models.loading import has_layers, load_ends, load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.card import (
     CARD,

@@ -31,7 +31,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.transformers.params import Asked, Grammars, list_grammars
-from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.models.transformers_version import CACHE_NAMES
 from guided_spec.types import SamplingParams
 

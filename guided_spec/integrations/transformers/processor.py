@@ -26,7 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.transformers.params import Grammars, list_grammars
 from guided_spec.masks.constraint import Fork
-from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 

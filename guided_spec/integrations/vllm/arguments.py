@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.engine.runner import Wanted
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.drafts import lookup
 from guided_spec.integrations.vllm.plugin import (

@@ -53,7 +53,7 @@ from guided_spec.integrations.vllm.plugin import (
     installed_version,
     require_plugin,
 )
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.step import Committed
 
 METRICS = "per_request_spec_decode_metrics"  # an argument of newer releases

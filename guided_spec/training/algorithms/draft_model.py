@@ -16,7 +16,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from guided_spec.errors import VocabularyMismatchError
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.algorithm import (
     TargetStates,
     TrainerKwargs,

@@ -31,7 +31,7 @@ from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.ops.mask_words import ids_of
 from guided_spec.training.card import CorpusFigures

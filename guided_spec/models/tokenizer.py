@@ -1,0 +1,65 @@
+"""The tokenizer of a checkpoint, and the ids that end a text; loads no code of models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import ADAPTER_CONFIG, check_folder, find_file, loading_failure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def load_tokenizer(
+    path: str | Path, *, argument: str = "tokenizer", **options: Any
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
+
+    argument: what errors are to call it, as who gave it does.
+    options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
+    Raises ModelError, naming the argument and what to do, when it cannot be loaded.
+    """
+    check_folder(argument, path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
+    try:
+        source = _tokenizer_of(path, options)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # transformers raises nearly every class of exception here
+        raise ModelError(loading_failure(argument, path, error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ModelError(f"{argument}={str(path)!r}: the folder or repository has no tokenizer")
+    return tokenizer
+
+
+def end_of_text_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[int, ...]:
+    """The ids that end a text, ascending: what model, its generation config and tokenizer name."""
+    text_config: Any = model.config.get_text_config(decoder=True)
+    sources = (model.generation_config, model.config, text_config, tokenizer)
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
+
+
+def _tokenizer_of(path: str | Path, options: dict[str, Any]) -> str | Path:
+    """Where the tokenizer is: an adapter need not bring it."""
+    revision = options.get("revision")
+    adapter = find_file(path, ADAPTER_CONFIG, revision)
+    if adapter is None or find_file(path, TOKENIZER_CONFIG, revision) is not None:
+        return path
+    settings = json.loads(Path(adapter).read_text(encoding="utf-8"))
+    options.pop("revision", None)  # the adapter's
+    if settings.get("revision") is not None:
+        options["revision"] = settings["revision"]
+    base: str = settings.get("base_model_name_or_path") or str(path)
+    return base
