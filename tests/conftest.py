@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from tests.durations import DurationsWriter, note_end, note_start
+from tests.tiers import leave_to_the_full_tier, load_profile
+
 # What ``with torch.device(...)`` acts on, remembered before the tests' own allocators replace it.
 _device_constructors()
 
-settings.register_profile(
-    "repeatable",
-    deadline=None,  # a busy machine is not a defect
-    derandomize=True,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],  # likewise
-)
-settings.load_profile("repeatable")
 # Hypothesis also draws constants out of the modules that happen to be imported when a test starts,
 # which depends on the tests before it: the same test would see other examples in other runs.
 providers._get_local_constants = Constants
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long tests take is written on request."""
+    parser.addoption(
+        "--write-durations", type=Path, help="a file for what tests take (tests/durations.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module imports transformers, which reads these variables."""
+    load_profile(config)
+    path, is_main = config.getoption("--write-durations"), not hasattr(config, "workerinput")
+    if path is not None and is_main:
+        config.pluginmanager.register(DurationsWriter(path, config.invocation_params.args))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
@@ -54,14 +60,30 @@ def _set_defaults(grammar_tables: str) -> None:
         defaults[name] = value
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``pytest -m gpu`` on a machine without a GPU skips instead of failing."""
+    """The quick tier takes few cases of a test; tests of a GPU are skipped where there is none."""
+    leave_to_the_full_tier(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What an item takes counts from here."""
+    note_start(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
+    """What an item took goes with its last report."""
+    report = yield
+    note_end(item, report)
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,114 @@
+"""How long tests take, for ``pytest -m "not gpu and not sweep" --write-durations FILE``.
+
+A file of the slowest tests and the sum of each folder, for whoever looks for time to save; the
+full run writes it anew before a release. The run that writes it fails if a test of the quick tier
+takes more than ``LONGEST_QUICK`` seconds of CPU time, its child processes included: other work on
+the machine makes it no longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+LONGEST_QUICK = 5.0  # seconds
+SHOWN = 0.5  # seconds of CPU time that a test needs to be listed by name
+_STARTED = pytest.StashKey[float]()
+
+
+class Duration(NamedTuple):
+    """What one item took. cpu: seconds of this process and of the children that have ended."""
+
+    cpu: float
+    is_slow: bool
+
+
+def cpu_seconds() -> float:
+    """The CPU time of this process so far, and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def note_start(item: pytest.Item) -> None:
+    """Remember when the item began."""
+    item.stash[_STARTED] = cpu_seconds()
+
+
+def note_end(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Give the last report of an item what it took; a worker sends reports to the main process."""
+    if report.when == "teardown" and _STARTED in item.stash:
+        report.user_properties.append(("cpu", cpu_seconds() - item.stash[_STARTED]))
+        report.user_properties.append(("slow", item.get_closest_marker("slow") is not None))
+
+
+class DurationsWriter:
+    """A plugin of the process that hears of all items.
+
+    path: the file that it writes. arguments: those of pytest, which the file names.
+    """
+
+    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
+        self._path = path
+        self._command = " ".join(["pytest", *arguments])
+        self._started = time.monotonic()
+        self._items: dict[str, Duration] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect what items took."""
+        found = dict(report.user_properties)
+        if "cpu" in found:
+            self._items[report.nodeid] = Duration(float(found["cpu"]), bool(found["slow"]))  # type: ignore[arg-type]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the file; fail if a quick test is too long."""
+        self._path.write_text(json.dumps(self._summary(), indent=1) + "\n", encoding="utf-8")
+        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Name the quick tests that are too long."""
+        for name, seconds in self.too_long().items():
+            fix = f"make it shorter than {LONGEST_QUICK} s, or mark it slow"
+            terminalreporter.write_line(f"{name}: {seconds:.1f} s of CPU time; {fix}", red=True)
+
+    def too_long(self) -> dict[str, float]:
+        """The items of the quick tier that took too long, and the seconds of each."""
+        return {
+            name: one.cpu
+            for name, one in self._items.items()
+            if not one.is_slow and one.cpu > LONGEST_QUICK
+        }
+
+    def _summary(self) -> dict[str, object]:
+        quick = [one for one in self._items.values() if not one.is_slow]
+        return {
+            "command": self._command,
+            "cores": os.cpu_count(),
+            "wall_seconds": round(time.monotonic() - self._started),
+            "items": len(self._items),
+            "quick_items": len(quick),
+            "cpu_seconds": round(sum(one.cpu for one in self._items.values())),
+            "quick_cpu_seconds": round(sum(one.cpu for one in quick)),
+            "folders": self._sums(lambda name: name.rpartition("/")[0], at_least=0),
+            "tests": self._sums(lambda name: name.partition("[")[0], at_least=SHOWN),
+        }
+
+    def _sums(self, group_of: Callable[[str], str], *, at_least: float) -> dict[str, list[float]]:
+        """Number of items and seconds of CPU time, by group; the dearest first."""
+        groups: dict[str, list[float]] = defaultdict(list)
+        for name, one in self._items.items():
+            groups[group_of(name)].append(one.cpu)
+        dearest = sorted(groups.items(), key=lambda group: -sum(group[1]))
+        return {
+            name: [len(found), round(sum(found), 1)]
+            for name, found in dearest
+            if sum(found) >= at_least
+        }
