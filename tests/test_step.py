@@ -22,6 +22,7 @@ from guided_spec.proposers.drafting import NoDraft, host_draft
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Accepted, Draft, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs
+from tests.tiers import examples
 from tests.toys import (
     CPU,
     EOS,
@@ -81,7 +82,7 @@ class Guesser:
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0], ids=["oracle", "corrupted", "random"])
 @pytest.mark.parametrize("how", ["blind", "extend", "accept"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 99))
 def test_greedy_is_plain_greedy(how: str, error_rate: float, seed: int) -> None:
     rules = [hashed_rule(seed), None, text_rule([b"abcd", b'{"a":1}']), hashed_rule(seed + 1, 0.2)]

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.core import PromptPiece, Proposer, from_propose
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.engine.target import SlotTarget
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.document import GrammarLimits

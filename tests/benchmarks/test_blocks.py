@@ -18,8 +18,8 @@ from benchmarks.blocks.heads import HeadPlan, head_folders, train_heads, widen
 from benchmarks.blocks.run import BlocksPlan, Records, merge, run_blocks, table_of
 from benchmarks.widening.models import write_wide, write_wide_head
 from benchmarks.widening.shape import Shape
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.request import State
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.loading import load_model
 from tests.benchmarks.small_llama import write_small, write_small_block

@@ -10,7 +10,7 @@ from benchmarks import long_prompts
 from benchmarks.gpu.peers import VllmEnvironment
 from benchmarks.gpu.subject import Subject, load_subject
 from benchmarks.long_prompts import CASES, Case, Work
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from tests.benchmarks.vllm_stand_in import write_stand_in
 
 

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import mixed_traffic
 from benchmarks.gpu.subject import load_subject
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 
 
 def test_requests_come_and_go() -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from benchmarks.schemas.new import cases_of, follow, prepare
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 
 def test_texts_are_taken_by_their_schemas() -> None:

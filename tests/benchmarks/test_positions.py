@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from benchmarks.masks.positions import PARTS, time_steps
+from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 
 
 def timed(**options: Any) -> dict[str, list[float]]:

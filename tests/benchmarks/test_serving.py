@@ -19,7 +19,7 @@ from benchmarks.serving.__main__ import app, summary
 from benchmarks.serving.requests import DATASETS, Request, make_requests
 from benchmarks.serving.servers import Subject, served
 from benchmarks.serving.traffic import Answer, Pattern, Traffic, arrivals, drive
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec

@@ -25,7 +25,7 @@ from benchmarks.vllm_engine.child import (
 )
 from benchmarks.vllm_engine.run import WAYS, Soak, app, judge_soak, make_requests, rows
 from guided_spec import LLM
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from tests.integrations.vllm.fake import install
 
 OFF, ON, OWN = (WAYS[name] for name in ("off", "all", "llm"))

@@ -27,14 +27,15 @@ from benchmarks.widening.shape import (
     shape_of,
 )
 from benchmarks.widening.tokenizer import write_tokenizer
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.eagle import LAYER_IDS
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.types import SamplingParams
 from tests.benchmarks.small_llama import SMALL, small_target, write_small, write_small_block
 from tests.tiny_llm import VOCAB_SIZE

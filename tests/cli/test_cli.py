@@ -19,10 +19,10 @@ from rich.status import Status
 from typer.testing import CliRunner, Result
 
 import guided_spec
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.bench import DEFAULT_PROPOSERS
 from guided_spec.cli.bench import _table as measurement_table
 from guided_spec.cli.main import app
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import Measurement
 from tests.models.tiny import build

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.cli.main import app
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate import acceptance
 from tests.evaluate.fake_vllm import FakeVllm
 from tests.training.toy_algorithm import write_target

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from guided_spec import LLM, BudgetTooSmallError, GrammarSpec, SamplingParams, Vocabulary
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.grammar.backends.guarded import check_grammar_backend
 from guided_spec.grammar.backends.registry import (
     ENTRY_POINT_GROUP,
     GRAMMAR_BACKENDS,
     grammar_backend_names,
 )
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from tests.docs.installing import install
 from tests.docs.pages import ROOT
 

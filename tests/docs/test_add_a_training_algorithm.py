@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import (

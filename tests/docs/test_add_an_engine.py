@@ -18,7 +18,8 @@ import pytest
 import guided_spec
 from guided_spec import LLM, DecodeBatch, GrammarSpec, SamplingParams
 from guided_spec.core import DraftInFlight
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from tests.docs.pages import ROOT, read_blocks
 
 PAGE = (ROOT / "docs" / "add_an_engine.md").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import is_valid, load_workload
 from guided_spec.types import SamplingParams

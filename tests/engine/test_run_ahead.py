@@ -24,6 +24,7 @@ from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import write_head
 from tests.models.tiny import kv_bytes_per_token
+from tests.tiers import examples
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -120,7 +121,7 @@ def test_a_lone_text_wastes_no_forward() -> None:
     assert counts["served"] == counts["ahead"] == LONG.max_tokens - 1
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.sampled_from(VARIED), min_size=1, max_size=9), st.sampled_from([1, 2, 4]))
 def test_any_requests(params: list[SamplingParams], slots: int) -> None:
     both([f"{at} on and on" for at in range(len(params))], params, max_batch_size=slots)

@@ -19,6 +19,7 @@ from guided_spec.grammar.backends.auto import AutoBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.strategies import regexes, schemas
+from tests.tiers import examples
 from tests.tiny_llm import make_llm, near_copy
 
 PROPOSERS = (
@@ -29,7 +30,7 @@ PROPOSERS = (
     "chain:grammar_forced+ngram",
     "chain:grammar_forced+draft_model",
 )
-FEW = settings(max_examples=10, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 
 # Keywords in any combination: many such schemas are unsupported or admit nothing.
 ANY_KEYWORDS = st.fixed_dictionaries(

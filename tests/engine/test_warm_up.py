@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup, bundled_asset
+from guided_spec.engine.setup import Options, Setup
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers.chain import Chain
 from guided_spec.types import SamplingParams

@@ -16,10 +16,11 @@ from tests.fuzz.inputs import texts
 from tests.fuzz.schemas import adversarial, of_metaschema, values
 from tests.fuzz.targets import TARGETS
 from tests.masks.walks import accepts
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what such patterns and schemas bring about
 
-FEW = settings(max_examples=15, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 FOUND = [
     ("regex", "[[:alpha:]]"),
     ("regex", "((a*)*)*b"),
@@ -56,7 +57,7 @@ def test_any_text_ends_in_an_error_of_ours_or_a_grammar(
 
 @FEW
 @given(
-    schema=adversarial() | of_metaschema(),
+    schema=adversarial() | st.deferred(of_metaschema),  # which takes seconds to build
     others=st.lists(values(), max_size=3),
     seed=st.integers(0, 99),
 )

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from guided_spec import LLM, SamplingParams
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
 from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.models.tokenizer import load_tokenizer
 from tests.by_chance import draft_by_chance
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import TrainingReport, train
 

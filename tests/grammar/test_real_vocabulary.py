@@ -33,6 +33,7 @@ from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.test_completion import check_agreement, legal
+from tests.tiers import examples
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = load_cases([DATA / "bfcl", DATA / "json_schema_test_suite"])
@@ -95,7 +96,7 @@ def test_a_list_of_objects(text: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_with_tokens_to_spare_a_budget_changes_nothing(data: st.DataObject) -> None:
     document = data.draw(st.sampled_from(documents()))
     budget = len(document.token_ids) + data.draw(st.integers(FAR, 2 * FAR))
@@ -103,7 +104,7 @@ def test_with_tokens_to_spare_a_budget_changes_nothing(data: st.DataObject) -> N
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_near_its_end_rows_and_tokens_agree(data: st.DataObject) -> None:
     document = data.draw(st.sampled_from(documents()))
     budget = len(document.token_ids) + data.draw(st.integers(0, 70))
@@ -113,7 +114,7 @@ def test_near_its_end_rows_and_tokens_agree(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @given(st.data(), st.sampled_from(WRAPPERS))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_random_texts_end_in_time_behind_every_wrapper(data: st.DataObject, wrapper: str) -> None:
     case = data.draw(st.sampled_from(CASES[:40]))
     seed, slack = data.draw(st.integers(0, 2**20)), data.draw(st.integers(0, 90))

@@ -19,6 +19,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
 from tests.strategies import regexes, regexes_of_two_letters
+from tests.tiers import examples
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
 BACKENDS: dict[str, GrammarBackend] = {"xgrammar": BACKEND, "llguidance": LLGuidanceBackend(BYTES)}
@@ -100,7 +101,7 @@ def test_a_grammar_holds_what_re_matches(name: str, place: str, pattern: str) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(pattern=regexes_of_two_letters(), place=st.sampled_from(sorted(PLACES)))
 def test_many_grammars_hold_what_re_matches(pattern: str, place: str) -> None:
     assert differing(BACKEND, place, pattern) == []
@@ -212,7 +213,7 @@ ILL_FORMED = sorted(
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("repeat", ["", "+", "{1,3}"])
 @pytest.mark.parametrize("negation", ["", "^"])
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(ends=st.tuples(CODES, CODES), around=st.sampled_from(["", "a"]))
 def test_bytes_are_utf8_that_python_matches(
     name: str, repeat: str, negation: str, ends: tuple[int, int], around: str

@@ -23,6 +23,7 @@ from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar, UniqueKeysMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
+from tests.tiers import examples
 
 BACKENDS = ["xgrammar", "llguidance"]
 
@@ -239,7 +240,7 @@ def _plain(char: str) -> list[str]:
 
 
 @given(st.lists(st.binary(max_size=2), unique=True, max_size=300), st.binary(max_size=2))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_keys_are_kept(added: list[bytes], asked: bytes) -> None:
     keys = Keys()
     for key in added:

@@ -148,22 +148,25 @@ NOT_BUILT: dict[str, str] = {
 }
 
 
-def _families() -> list[str]:
-    """Model types; those whose configuration may make them an encoder twice."""
-    found = []
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        found.append(kind)
-        fields: Any = CONFIG_MAPPING[kind].__dataclass_fields__
-        if "is_decoder" in fields:
-            found.append(kind + ENCODER)
-    return found
+KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-FAMILIES = _families()
+def families_of(kind: str) -> list[str]:
+    """A model type; twice, where its configuration may make it an encoder."""
+    fields: Any = CONFIG_MAPPING[kind].__dataclass_fields__
+    return [kind, kind + ENCODER] if "is_decoder" in fields else [kind]
+
+
+def all_families() -> list[str]:
+    """Those of every model type; loads the configurations of all of them."""
+    return [family for kind in KINDS for family in families_of(kind)]
 
 
 def build_family(family: str, seed: int = 0) -> PreTrainedModel:
-    """A model of one of FAMILIES, on the CPU in float32, whose next token depends on the past."""
+    """A model in float32 on the CPU; its next token depends on the past.
+
+    family: one of ``all_families``.
+    """
     kind = family.removesuffix(ENCODER)
     values = dict(OWN_VALUES.get(kind, {}))
     if family != kind:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM
-from tests.models.families import FAMILIES, NOT_BUILT, build_family
+from tests.models.families import NOT_BUILT, all_families, build_family
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 
 EQUAL = "equal"
@@ -139,7 +139,7 @@ def main() -> None:
     page: Path = parser.parse_args().page
     head, _ = page.read_text().split(MARK)  # before the many minutes that follow
     outcomes = {}
-    for family in FAMILIES:
+    for family in all_families():
         if family not in NOT_BUILT:
             outcomes[family] = outcome_of(family)
             sys.stderr.write(f"{family}: {outcomes[family]}\n")

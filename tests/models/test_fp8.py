@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config, PreTrainedModel
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models import fp8

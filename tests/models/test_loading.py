@@ -17,12 +17,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
 
 from guided_spec.errors import ModelError
-from guided_spec.models.loading import (
-    _target_device,
-    end_of_text_ids,
-    load_model,
-    load_tokenizer,
-)
+from guided_spec.models.loading import _target_device, load_model
+from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 from tests.models.tiny import build
 
 

@@ -22,6 +22,7 @@ from guided_spec.ops.delta_rule import (
 )
 from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import Span, Unused, places_of
+from tests.tiers import examples
 
 NUM_SLOTS = 3
 LONGEST_DRAFT = 5
@@ -186,7 +187,7 @@ def test_each_token_reads_what_the_equations_say(shape: DeltaShape) -> None:
 
 
 @given(drawn_steps())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_texts_may_go_back_anywhere_in_short_rows(steps: list[list[Span]]) -> None:
     follow(SHAPES[1], steps)
 

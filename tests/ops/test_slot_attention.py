@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from guided_spec.errors import ConfigError
 from guided_spec.ops.attention.slot_attention import KeyValues, slot_attention, store_keys_values
 from tests.slot_lines import Case, Data, Span, cases, kept_positions, make
+from tests.tiers import examples
 
 
 def written_by_hand(case: Case, data: Data) -> KeyValues:
@@ -75,7 +76,7 @@ def attend(case: Case, data: Data) -> Tensor:
     return slot_attention(*data, scale=0.3, window=case.window, sinks=case.sinks())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases())
 def test_every_row_is_attention_over_its_own_text(case: Case) -> None:
     data = make(case)
@@ -86,7 +87,7 @@ def test_every_row_is_attention_over_its_own_text(case: Case) -> None:
     torch.testing.assert_close(found[used], expected[used])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases())
 def test_only_the_new_tokens_are_written(case: Case) -> None:
     data = make(case)

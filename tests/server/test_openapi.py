@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.server.running import Running
+from tests.tiers import examples
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize")
 
@@ -30,7 +31,7 @@ def test_drawn_requests(served: Running, path: str) -> None:
     operation = schema[path]["POST"]
     lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
     def run(case: Any) -> None:
         if isinstance(case.body, dict) and path != "/tokenize":

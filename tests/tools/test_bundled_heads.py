@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 from tools.bundled_models.heads import HEADS, main

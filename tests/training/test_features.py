@@ -14,8 +14,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.loading import end_of_text_ids, has_layers, load_ends
+from guided_spec.models.loading import has_layers, load_ends
 from guided_spec.models.target import TargetEnds
+from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.features import (
     KeptFeatures,

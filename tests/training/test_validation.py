@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.config import option
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.training.algorithm import Metric, TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import ALGORITHMS, register

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import Measurement, load_workload
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import load_model
+from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import TrainingReport, train
 from guided_spec.training.validation import HeldoutDecoding

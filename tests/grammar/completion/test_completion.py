@@ -40,6 +40,7 @@ from guided_spec.grammar.protocol import (
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.spelled import MARKERS, SPELLED
+from tests.tiers import examples
 from tests.toys import VOCABULARY as TOYS
 from tests.toys import ToyCompiled, hashed_rule
 
@@ -346,14 +347,14 @@ def test_a_budget_below_the_shortest_text_is_refused() -> None:
 
 
 @given(seeds, seeds)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_matcher_s_texts_end_within_their_budgets(rule: int, seed: int) -> None:
     compiled = ToyCompiled(hashed_rule(rule, longest=8))
     write(compiled, SearchEndings(compiled, TOYS), TOYS, random.Random(seed))
 
 
 @given(seeds)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_a_search_is_never_better_than_the_shortest_text(rule: int) -> None:
     compiled = ToyCompiled(hashed_rule(rule, longest=5))
     endings = SearchEndings(compiled, TOYS)

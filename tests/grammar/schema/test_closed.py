@@ -15,6 +15,7 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import close_objects
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
+from tests.tiers import examples
 
 BACKENDS = {name: BackendChoice(name, BYTES) for name in ("auto", "llguidance", "xgrammar")}
 INTEGER = {"type": "integer"}
@@ -150,7 +151,7 @@ def whole(drawn: tuple[Any, Any]) -> dict[str, Any]:
     return {**base, "$defs": {"d": definition}}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(SCHEMAS, VALUES)
 def test_closed_schemas_admit_no_more(drawn: tuple[Any, Any], value: Any) -> None:
     schema = whole(drawn)
@@ -159,7 +160,7 @@ def test_closed_schemas_admit_no_more(drawn: tuple[Any, Any], value: Any) -> Non
         assert Validator(schema).is_valid(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(object_schemas(st.just(INTEGER)), min_size=1, max_size=2), VALUES)
 def test_what_is_declared_is_what_json_schema_evaluates(parts: list[Any], value: Any) -> None:
     """Without branches and nested objects: unevaluatedProperties says the same."""

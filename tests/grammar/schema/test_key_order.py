@@ -25,6 +25,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.schema.test_lower import SCHEMAS, VALUES
 from tests.masks.walks import BYTES, accepts, walk
+from tests.tiers import examples
 
 BACKENDS = ["xgrammar", "llguidance"]
 
@@ -142,7 +143,7 @@ def twice(value: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_every_order_of_a_valid_value_is_admitted(name: str, data: st.DataObject) -> None:
     schema = data.draw(OBJECTS)
@@ -163,7 +164,7 @@ def test_every_order_of_a_valid_value_is_admitted(name: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=6), st.integers(0, 2**32))
 def test_nothing_invalid_is_admitted(name: str, schema: Any, values: list[Any], seed: int) -> None:
     """Keywords in any combination."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from guided_spec.grammar.regex import FORMATS
 from guided_spec.grammar.schema.lower import lower
+from tests.tiers import examples
 
 DATA = Path(__file__).parent.parent.parent / "data"
 SUITE = sorted((DATA / "json_schema_test_suite").glob("*.json"))
@@ -138,13 +139,13 @@ def keywords(schema: Any) -> set[str]:
     return found
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=12))
 def test_drawn_schemas_keep_their_meaning(schema: Any, values: list[Any]) -> None:
     check(schema, [*values, None, True, 1, "a", [], {}, {"a": 1}, {"a": "a", "b": 1}, [1, "a"]])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=8))
 def test_drawn_schemas_keep_it_behind_references(schema: Any, values: list[Any]) -> None:
     node = {

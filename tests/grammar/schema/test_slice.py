@@ -21,6 +21,7 @@ from guided_spec.grammar.schema.lowered import close_objects
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.schema.test_lower import SCHEMAS, VALUES
 from tests.masks.walks import BYTES, accepts
+from tests.tiers import examples
 
 DATA = Path(__file__).parent.parent.parent / "data"
 FOLDERS = [DATA / "json_schema_test_suite", DATA / "bfcl"]
@@ -136,7 +137,7 @@ def test_the_summary_counts_the_verdicts(verdicts: list[SchemaVerdict]) -> None:
     assert total["invalid"] == total["false accepts"] == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     SCHEMAS,
     st.lists(VALUES, min_size=1, max_size=8),

@@ -13,7 +13,7 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
@@ -30,8 +30,9 @@ from guided_spec.grammar.tables.table import (
 )
 from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.loading import load_tokenizer
+from guided_spec.models.tokenizer import load_tokenizer
 from tests.strategies import regexes, schemas
+from tests.tiers import examples
 
 WORDS = [b'{"', b'"}', b'":', b', "', b'", "', b"]]", b"}}", b"[[", b'"a"', b"ab", b"true", b"alse"]
 WORDS += [
@@ -87,7 +88,7 @@ def require_equal(compiled: CompiledGrammar, table: TokenTable, steps: int = 200
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(regexes())
 def test_tables_of_regexes_equal_their_matchers(name: str, pattern: str) -> None:
     try:
@@ -99,7 +100,7 @@ def test_tables_of_regexes_equal_their_matchers(name: str, pattern: str) -> None
     require_equal(compiled, table)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(schemas(), st.sampled_from([True, False]))
 def test_tables_of_schemas_equal_their_matchers(schema: dict[str, Any], spaces: object) -> None:
     spec = GrammarSpec.json_schema(schema, any_whitespace=bool(spaces))

@@ -38,6 +38,7 @@ from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 from guided_spec.masks.constraint import MOST_UNREAD, Constraint, Fork
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
+from tests.tiers import examples
 
 SPECS = {
     "whole": GrammarSpec.json_schema(RECORD),
@@ -137,7 +138,7 @@ class AgainstTheMatcher(RuleBasedStateMachine):
 
 
 TestAgainstTheMatcher = AgainstTheMatcher.TestCase
-TestAgainstTheMatcher.settings = settings(max_examples=40, stateful_step_count=25)
+TestAgainstTheMatcher.settings = settings(max_examples=examples(40), stateful_step_count=25)
 
 
 def accepted(matcher: GrammarMatcher, data: bytes) -> bool:

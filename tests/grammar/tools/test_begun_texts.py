@@ -24,6 +24,7 @@ from tests.grammar.tools.test_tool_formats import (
     vocabulary,
     walk,
 )
+from tests.tiers import examples
 
 LIGHT = {
     "type": "object",
@@ -66,7 +67,7 @@ def check_end(found: Side, token_ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(max_examples=20, phases=[Phase.generate])  # walks do not shrink
+@settings(max_examples=examples(20), phases=[Phase.generate])  # walks do not shrink
 @given(
     tools=TOOLS,
     choice=st.sampled_from(["auto", "required", "none", "get"]),

@@ -29,6 +29,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.bitmask import unpack_bitmask
 from tests.masks.walks import BYTES, accepts, walk
+from tests.tiers import examples
 from tests.toys import CPU
 
 EOS, CALL, END, OTHER, HIDDEN, THINK, THOUGHT = range(256, 263)
@@ -111,7 +112,7 @@ def test_choices(choice: Any, parallel: Any, expected: str, kind: str) -> None:
     assert found == expected
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["required", NAMED]),

@@ -17,6 +17,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.sglang.backend import GuidedGrammar
 from guided_spec.integrations.sglang.plugin import Drafts, chains
+from tests.tiers import examples
 from tests.tiny_llm import VOCAB_SIZE as TINY_SIZE
 from tests.tiny_llm import tiny_tokenizer
 from tests.toys import EOS, TEXTS, VOCAB_SIZE, ToyCompiled, text_rule
@@ -24,7 +25,7 @@ from tests.toys import EOS, TEXTS, VOCAB_SIZE, ToyCompiled, text_rule
 NUM_NODES = 6
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 10_000))
 def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
     """However the place is moved between two drafts, back before the last one or over it."""

@@ -19,6 +19,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.sglang.backend import GuidedGrammar, spec_of
 from guided_spec.integrations.sglang.plugin import BACKENDS, check_options, check_version, register
+from tests.tiers import examples
 from tests.toys import EOS, VOCAB_SIZE, VOCABULARY, ToyCompiled, text_rule
 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}}}'
@@ -93,7 +94,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(moves=MOVES)
 def test_a_place_is_a_list_of_tokens(moves: list[tuple[str, int]]) -> None:
     """Whatever was accepted behind the end of the text can be taken back as well."""
@@ -122,7 +123,7 @@ def test_a_place_is_a_list_of_tokens(moves: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xgrammar", "llguidance"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(choice=st.data())
 def test_both_libraries_roll_back(kind: str, choice: st.DataObject) -> None:
     pytest.importorskip(kind)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.transformers.generate import generate, release

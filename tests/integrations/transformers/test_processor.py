@@ -26,6 +26,7 @@ from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import SamplingParams
 from tests.integrations.transformers import assisted
 from tests.models import tiny
+from tests.tiers import examples
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model, tiny_tokenizer
 from tests.toys import chi_square_p_value
 
@@ -211,7 +212,7 @@ def test_assisted_sampling_has_the_law_of_plain_sampling() -> None:
 # --- by itself -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_any_way_back_and_forth_gives_the_mask_of_a_fresh_matcher(data: st.DataObject) -> None:
     """Texts grow by a token, legal or not, behind any part of what they were."""
@@ -225,7 +226,7 @@ def test_any_way_back_and_forth_gives_the_mask_of_a_fresh_matcher(data: st.DataO
         text.append(data.draw(st.sampled_from([*allowed, EOS, 5, 70, SIZE - 1])))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_rows_that_change_places_keep_their_masks(data: st.DataObject) -> None:
     of = processor(JSON)

@@ -27,7 +27,7 @@ import httpx
 import transformers.cli
 transformers.cli.__path__.insert(0, sys.argv[1])
 from transformers.cli.serve import Serve
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.bundled import bundled_asset
 
 model = str(bundled_asset("target"))
 app = Serve(force_model=model, port=int(sys.argv[2]), device="cpu", non_blocking=True)

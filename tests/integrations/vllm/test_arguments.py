@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.runner import Wanted
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.arguments import (
     RENAMED,

@@ -29,6 +29,7 @@ from guided_spec.integrations.vllm.drafts.walks import Walks
 from guided_spec.integrations.vllm.ranks import LATER, NEVER, OneRank, RankGroup
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from tests.integrations.vllm.test_requests import Grammars, note
+from tests.tiers import examples
 from tests.toys import VOCAB_SIZE, VOCABULARY
 
 CPU, RANKS, DEPTH = torch.device("cpu"), 2, 3
@@ -312,7 +313,7 @@ def take(rank: Rank, at: int, number: int, kinds: Sequence[Kind]) -> None:
                 future.set_exception(NoTableError("there is none"))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.tuples(KIND, KIND),
     st.tuples(st.sampled_from([100, 2**20]), st.sampled_from([100, 2**20])),

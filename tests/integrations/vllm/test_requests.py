@@ -17,6 +17,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from guided_spec.ops.host import Download
+from tests.tiers import examples
 from tests.toys import VOCAB_SIZE, VOCABULARY
 
 LETTERS = SimpleNamespace(
@@ -162,7 +163,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(STEP, max_size=12))
 def test_however_it_is_scheduled_a_grammar_stands_behind_its_text(
     config: Any, steps: list[tuple[str, list[list[int]], set[str]]]

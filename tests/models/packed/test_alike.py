@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Alike, Blocks
 from guided_spec.models.packed.packed_lm import MOST_GROUPS, Rows, split_places
+from tests.tiers import examples
 
 NUM_SLOTS = 5
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def agreed(texts: Texts, slots: Sequence[int]) -> int:
     return length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(TEXTS)
 def test_the_groups_are_right_and_the_first_is_the_best(texts: Texts) -> None:
     found = fill(texts).alike(range(NUM_SLOTS))
@@ -85,7 +86,7 @@ def test_only_what_pays_and_stands_before_all_rows(monkeypatch: pytest.MonkeyPat
     assert rows.alike(blocks) == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(TEXTS, st.data())
 def test_what_a_kernel_is_told_is_true(texts: Texts, data: st.DataObject) -> None:
     """Every token of a group stands behind positions that its slot has in the group's blocks."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, Blocks, WholeSlots
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 NUM_SLOTS, COLUMNS = 3, 5
@@ -239,7 +240,7 @@ class TightMachine(BlocksMachine):
 
 
 for machine in (BlocksMachine, LaggingMachine, TightMachine):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30)
 TestBlocks = BlocksMachine.TestCase
 TestLaggingBlocks = LaggingMachine.TestCase
 TestTightBlocks = TightMachine.TestCase

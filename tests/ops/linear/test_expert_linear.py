@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from guided_spec.errors import ConfigError
 from guided_spec.ops.linear.experts import expert_linear
 from tests.ops.interpreted import run_interpreted
+from tests.tiers import examples
 
 COMPARE = """
 import torch
@@ -31,7 +32,7 @@ print("equal")
 """
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from(["plain", "turned", "biased"]))
 def test_one_product_at_a_time(count: int, served: int, kind: str) -> None:
     torch.manual_seed(count)
