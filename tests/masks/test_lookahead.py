@@ -21,6 +21,7 @@ from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import Draft
 from tests.masks.walks import BYTES
+from tests.tiers import examples
 from tests.toys import CPU, EOS, VOCAB_SIZE, ToyCompiled, ToyMatcher, hashed_rule, text_rule
 
 DEPTHS = 5
@@ -223,7 +224,7 @@ class XGrammarMachine(LookaheadMachine):
 def test_any_order_of_calls(monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
     monkeypatch.setattr(lookahead_module, "ROWS_WORTH_A_THREAD", threshold)
     run_state_machine_as_test(
-        LookaheadMachine, settings=settings(max_examples=40, stateful_step_count=20)
+        LookaheadMachine, settings=settings(max_examples=examples(40), stateful_step_count=20)
     )
 
 
@@ -231,7 +232,7 @@ def test_any_order_of_calls(monkeypatch: pytest.MonkeyPatch, threshold: int) -> 
 def test_any_order_of_calls_with_xgrammar(monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
     monkeypatch.setattr(lookahead_module, "ROWS_WORTH_A_THREAD", threshold)
     run_state_machine_as_test(
-        XGrammarMachine, settings=settings(max_examples=12, stateful_step_count=20)
+        XGrammarMachine, settings=settings(max_examples=examples(12), stateful_step_count=20)
     )
 
 
