@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -41,19 +41,23 @@ from guided_spec.grammar.vocabulary import Vocabulary
 _LOG = logging.getLogger(__name__)
 
 _OWN_BYTES = 4096  # what an entry costs beside its source and its grammar
+_LATER = 64  # requests after which a grammar is weighed again, since its use makes it grow
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A spec, its grammar to come, and the bytes of that, without what hangs on it.
+    """A spec and its grammar to come.
 
     document: the spec as it is read; None once that is over.
+    own_bytes: of the spec and the compiled grammar. counted_bytes: with what hangs on the grammar,
+    as last counted; 0 before it is compiled and once the entry is forgotten.
     """
 
     spec: GrammarSpec
     future: Future[CompiledGrammar]
     document: SpecDocument | None
-    size: int = 0
+    own_bytes: int = 0
+    counted_bytes: int = 0
 
 
 _Waiting = queue.SimpleQueue[_Entry | None]
@@ -65,10 +69,12 @@ class GrammarCompileQueue:
     max_workers: compiles that may run at once; further ones wait for a free worker. Grammars that
         are large at sight have as many workers of their own, so that small ones never wait for
         them.
-    cache_size: finished grammars, and failures, that are remembered; the least recently asked for
-        goes first.
-    cache_bytes: what they may take together.
-    size_of_more: bytes that hang on a grammar beside itself, and may grow while it is used.
+    cache_bytes: what finished grammars, and failures, that are remembered may take together; the
+        least recently asked for is forgotten first.
+    cache_size: how many are remembered at most.
+    size_of_more: bytes that hang on a grammar beside itself, and may grow while it is used. They
+        are counted when it is asked for and some requests later, so that no call takes longer
+        for a full cache.
     close_backend: what ends with the queue.
 
     The threads are daemons: a native compile cannot be interrupted, and must not hold up the end
@@ -80,7 +86,7 @@ class GrammarCompileQueue:
         backend: GrammarBackend,
         *,
         max_workers: int = 2,
-        cache_size: int = 256,
+        cache_size: int = 2**16,
         cache_bytes: int = 2**30,
         size_of_more: Callable[[CompiledGrammar], int] = lambda grammar: 0,  # noqa: ARG005
         close_backend: Callable[[], None] = lambda: None,
@@ -93,9 +99,8 @@ class GrammarCompileQueue:
         self._lock = threading.Lock()
         # In the order of use. No LRUCache: what compiles must stay, and sizes grow in it.
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
-        # Known ones that may be asked for before all are weighed again: to weigh all of them for
-        # each would cost a request more than the rest of its way.
-        self._unweighed = 0
+        self._counted_bytes = 0  # the sum over all entries
+        self._grow: deque[GrammarSpec] = deque()  # asked for lately: to be counted once more
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
@@ -116,8 +121,10 @@ class GrammarCompileQueue:
         They grow while they are used: what is too much by now is forgotten first.
         """
         with self._lock:
+            for entry in list(self._entries.values()):
+                self._count(entry)
             self._forget_old()
-            return sum(map(self._bytes_of, self._entries.values()))
+            return self._counted_bytes
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The future of ``spec``'s grammar; never blocks.
@@ -134,12 +141,14 @@ class GrammarCompileQueue:
             if entry is None or entry.future.cancelled():
                 entry = self._entries[spec] = _Entry(spec, Future(), SpecDocument(spec))
                 self._waiting.put(entry)
-                self._unweighed = 0
             self._entries.move_to_end(spec)
-            if self._unweighed == 0:
-                self._forget_old()
-            else:
-                self._unweighed -= 1
+            self._count(entry)
+            self._grow.append(spec)
+            if len(self._grow) > _LATER:
+                older = self._entries.get(self._grow.popleft())
+                if older is not None:
+                    self._count(older)
+            self._forget_old()
         return _own_failure(entry.future)
 
     def close(self) -> None:
@@ -156,23 +165,25 @@ class GrammarCompileQueue:
         self._close_backend()
 
     def _forget_old(self) -> None:
-        """Called with the lock held."""
-        excess = len(self._entries) - self._cache_size
-        excess_bytes = sum(map(self._bytes_of, self._entries.values())) - self.cache_bytes
-        for spec, entry in list(self._entries.items()):
-            if excess <= 0 and excess_bytes <= 0:
-                break
-            if entry.future.done():
-                size = self._bytes_of(entry)
-                _LOG.info("forgot a %s of %d bytes", spec.kind, size)
-                del self._entries[spec]
-                excess, excess_bytes = excess - 1, excess_bytes - size
-        self._unweighed = len(self._entries)
+        """Called with the lock held. What is not finished stays."""
+        while len(self._entries) > self._cache_size or self._counted_bytes > self.cache_bytes:
+            entry = next((one for one in self._entries.values() if one.future.done()), None)
+            if entry is None:
+                return
+            _LOG.info("forgot a %s of %d bytes", entry.spec.kind, entry.counted_bytes)
+            del self._entries[entry.spec]
+            self._counted_bytes -= entry.counted_bytes
+            entry.counted_bytes = 0
 
-    def _bytes_of(self, entry: _Entry) -> int:
+    def _count(self, entry: _Entry) -> None:
+        """Count what an entry takes now. Called with the lock held."""
         future = entry.future
-        is_there = future.done() and not future.cancelled() and future.exception() is None
-        return entry.size + (self._size_of_more(future.result()) if is_there else 0)
+        if not future.done() or self._entries.get(entry.spec) is not entry:
+            return
+        is_compiled = not future.cancelled() and future.exception() is None
+        more = self._size_of_more(future.result()) if is_compiled else 0
+        self._counted_bytes += entry.own_bytes + more - entry.counted_bytes
+        entry.counted_bytes = entry.own_bytes + more
 
     def _work(self, waiting: _Waiting) -> None:
         while (entry := waiting.get()) is not None:
@@ -189,14 +200,15 @@ class GrammarCompileQueue:
             size = _OWN_BYTES + grammar.memory_size_bytes
         except BaseException as error:  # whatever happened belongs to those who wait for it
             _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
-            entry.size = _OWN_BYTES + len(spec.source)
+            entry.own_bytes = _OWN_BYTES + len(spec.source)
             entry.future.set_exception(error)
         else:
             seconds = time.perf_counter() - began
             _LOG.info("compiled a %s in %.3f s: %d bytes", spec.kind, seconds, size)
-            entry.size = size + len(spec.source)
+            entry.own_bytes = size + len(spec.source)
             entry.future.set_result(grammar)
         with self._lock:
+            self._count(entry)
             self._forget_old()
 
 

@@ -5,6 +5,7 @@ import threading
 import traceback
 from collections import Counter
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -135,30 +136,41 @@ def test_the_size_of_a_compiled_grammar_counts() -> None:
     compiling.close()
 
 
-def test_known_grammars_are_not_weighed_for_each_that_asks() -> None:
-    backend, weight, weighed = Backend(), 0, 0
+@pytest.mark.parametrize("known", [10, 400])
+def test_no_call_weighs_more_for_a_full_cache(known: int) -> None:
+    """Neither does one that is new: each weighs itself, when asked for and when compiled."""
+    backend, weighed = Backend(), 0
 
     def weigh(grammar: CompiledGrammar) -> int:
         nonlocal weighed
         del grammar
         weighed += 1
-        return weight
+        return 0
 
-    compiling = GrammarCompileQueue(backend, cache_bytes=1_000_000, size_of_more=weigh)
+    compiling = GrammarCompileQueue(backend, size_of_more=weigh)
+    for length in range(known):
+        result(compiling.submit(GrammarSpec.regex("a" + "b" * length)))
+    weighed = 0
+    for source in ("ab", "new", "ab", "bad", "newer"):
+        with suppress(GrammarCompileError):
+            result(compiling.submit(GrammarSpec.regex(source)))
+    assert 0 < weighed <= 3 * 5
+    compiling.close()
+
+
+def test_grammars_that_grow_with_their_use_are_weighed_again() -> None:
+    backend, weight = Backend(), 0
+    compiling = GrammarCompileQueue(backend, cache_bytes=1_000_000, size_of_more=lambda _: weight)
     specs = [GrammarSpec.regex("a" * length) for length in range(1, 101)]
     for spec in specs:
         result(compiling.submit(spec))
-    assert compiling.cached_bytes <= 1_000_000
-    weighed = 0
-    for spec in specs:
-        compiling.submit(spec)
-    assert weighed < 5 * len(specs)
-    weight = 50_000  # they have grown while they were used
-    for spec in specs[-1:] * len(specs):
-        compiling.submit(spec)
+    weight = 50_000  # all have grown while they were used; twenty of them are too much
+    for _ in range(200):
+        result(compiling.submit(specs[-1]))
+    assert backend.calls[specs[-1].source] == 1
     weight = 0
     result(compiling.submit(specs[0]))
-    assert (backend.calls["a"], backend.calls[specs[-1].source]) == (2, 1)
+    assert backend.calls["a"] == 2
     compiling.close()
 
 
