@@ -192,13 +192,13 @@ def test_servers_that_do_not_come(vllm: str, tmp_path: Path) -> None:
 def test_the_command(vllm: str, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     arguments = ["--servers", f"default,{vllm}", "--datasets", "choice,documents"]
-    arguments += ["--num-prompts", "6", "--max-concurrency", "3", "--output-len", "200"]
+    arguments += ["--num-prompts", "3", "--max-concurrency", "3", "--output-len", "80"]
     result = CliRunner().invoke(app, [*arguments, "--output", str(output)])
     assert result.exit_code == 0, result.output
     ours, documents, theirs, _ = json.loads(output.read_text())
     assert [ours["server"], theirs["server"]] == ["default", vllm]
     for found in (ours, documents, theirs):
-        assert (found["requests"], found["failed"]) == (6, 0)
+        assert (found["requests"], found["failed"]) == (3, 0)
     assert [found["correct"] for found in (ours, documents, theirs)] == [100.0] * 3
     assert documents["tokens"] > 60
     assert "first token" in result.output

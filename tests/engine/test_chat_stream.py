@@ -13,6 +13,7 @@ import pytest
 from guided_spec.engine.chat import ChatChunk
 from guided_spec.engine.llm import LLM
 from guided_spec.types import SamplingParams
+from tests.cases import rotated
 from tests.chat_templates import TEMPLATES, THINKING
 from tests.engine.test_chat import ASK, LIGHT, THOUGHT, TOOLS, XML, options
 from tests.tiny_llm import make_llm, tiny_tokenizer
@@ -74,8 +75,9 @@ def test_a_call(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("choice", ["auto", "required", "off"])
+@pytest.mark.parametrize(
+    ("name", "choice"), rotated([*TEMPLATES], ["required", "auto", "off"], each=2)
+)
 def test_every_family(llm: LLM, name: str, choice: str) -> None:
     check(llm, TOOLS, **options(TEMPLATES[name], tool_choice=choice, parallel_tool_calls=False))
     assert (

@@ -20,6 +20,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import PROPOSERS, build_proposer
 from guided_spec.proposers.drafting import NoDraft
 from guided_spec.types import SamplingParams
+from tests.cases import rotated
 from tests.engine.test_equality import PARAMS as GREEDY
 from tests.engine.test_equality import PROMPTS, SCHEMA, STORY_PAIR
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
@@ -70,8 +71,9 @@ def plain(model: str) -> Texts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("proposer", [*WITHOUT_HEADS, *CHAINS, *POLICIES])
+@pytest.mark.parametrize(
+    ("proposer", "size"), rotated([*WITHOUT_HEADS, *CHAINS, *POLICIES], [1, 3])
+)
 def test_every_proposer(proposer: str, size: int) -> None:
     draft = near_copy("llama") if "draft_model" in proposer or proposer == "pard" else None
     if draft is not None:

@@ -11,6 +11,7 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.evaluate.measurement import WorkItem, run_transformers
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
+from tests.cases import rotated
 from tests.tiny_llm import STORIES, make_llm, near_copy, tiny_model
 
 # architecture: (slots, prompt tokens of one prefill forward) to run with
@@ -92,8 +93,7 @@ def accepted(completions: list[Completion]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize(("architecture", "proposer"), rotated([*SIZES], PROPOSERS, each=4))
 def test_speculation_changes_nothing(architecture: str, proposer: str) -> None:
     """Seven requests in one, three or five slots: they queue, and slots are used again."""
     draft = near_copy(architecture) if "draft_model" in proposer else None

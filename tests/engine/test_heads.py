@@ -33,6 +33,7 @@ from guided_spec.ops.host import Download
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.by_chance import draft_by_chance
+from tests.cases import rotated
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
 from tests.models.heads.heads import write_eagle3
@@ -44,6 +45,13 @@ BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")
 PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward
+Setting = tuple[str, bool, tuple[int, int]]  # draft policy, whether under grammars, size
+SETTINGS: list[Setting] = [  # every pair of two
+    ("mask", True, SIZES[0]),
+    ("validate", False, SIZES[0]),
+    ("validate", True, SIZES[1]),
+    ("mask", False, SIZES[1]),
+]
 
 
 class Taught(NamedTuple):
@@ -87,20 +95,9 @@ def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "is_guided", "size"),
-    [  # every pair of two
-        ("mask", True, SIZES[0]),
-        ("validate", True, SIZES[1]),
-        ("mask", False, SIZES[1]),
-        ("validate", False, SIZES[0]),
-    ],
-)
-@pytest.mark.parametrize("method", METHODS)
-def test_greedy_text_is_that_of_plain_decoding(
-    taught: Any, method: str, policy: str, *, is_guided: bool, size: tuple[int, int]
-) -> None:
-    known = taught(method)
+@pytest.mark.parametrize(("method", "setting"), rotated(METHODS, SETTINGS, each=2))
+def test_greedy_text_is_that_of_plain_decoding(taught: Any, method: str, setting: Setting) -> None:
+    known, (policy, is_guided, size) = taught(method), setting
     found = known.generate(
         f"{method}:{policy}",
         PARAMS if is_guided else FREE,
@@ -137,8 +134,7 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+@pytest.mark.parametrize(("method", "batch_size"), rotated(["dflash", "dspark", "p_eagle"], [5, 1]))
 def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int) -> None:
     """And draft the same as the stock head, along tables or along the originals."""
     known = taught(method)
@@ -215,21 +211,18 @@ def read_another(
 
 
 READ_AHEAD = LearnedHead.read_ahead
+AHEAD = [
+    "eagle3",
+    "dflash",
+    "chain:grammar_forced:start+eagle3",
+    "chain:grammar_forced+eagle3",
+    "dspark",
+    "p_eagle",
+]
 
 
 @pytest.mark.usefixtures("drafted_from_the_start")
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "eagle3",
-        "chain:grammar_forced+eagle3",
-        "chain:grammar_forced:start+eagle3",
-        "dflash",
-        "dspark",
-        "p_eagle",
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("spec", "temperature"), rotated(AHEAD, [1.0, 0.0]))
 def test_reading_ahead_changes_no_draft(
     monkeypatch: pytest.MonkeyPatch,
     taught: Any,
@@ -281,10 +274,6 @@ class Watched(NamedTuple):
         return self.inner.is_walked
 
     @property
-    def is_underway(self) -> bool:
-        return self.inner.is_underway
-
-    @property
     def answer(self) -> Callable[[], None] | None:
         return self.inner.answer
 
@@ -302,8 +291,7 @@ class Watched(NamedTuple):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "batch_size"), rotated(METHODS, [5, 1]))
 def test_sampled_text(
     monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, batch_size: int
 ) -> None:
@@ -358,8 +346,7 @@ def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, ta
         assert tokens(found) == tokens(taught("eagle3").guided)
 
 
-@pytest.mark.parametrize("kernels", ["stock", "packed"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kernels"), rotated(METHODS, ["stock", "packed"]))
 def test_a_head_may_draft_now_and_then(
     monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, kernels: str
 ) -> None:

@@ -21,6 +21,7 @@ from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.logprobs import gather_logprobs
 from guided_spec.types import LogprobsMode, SamplingParams
+from tests.cases import pairwise
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, overfit, write_head
 from tests.ops.sampling.test_warp import reference_probs
@@ -184,9 +185,9 @@ def plain_texts(target: Any, shift: int, *, is_sampled: bool) -> list[list[int]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize(
+    ("proposer", "is_sampled", "batch_size"), pairwise(PROPOSERS, (False, True), (1, 5))
+)
 def test_equal_to_a_plain_pass(
     taught: HeadedTarget, proposer: str, batch_size: int, *, is_sampled: bool
 ) -> None:

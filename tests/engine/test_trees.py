@@ -15,6 +15,7 @@ from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import ConfigError
 from guided_spec.ops.trees import token_tree
 from guided_spec.types import SamplingParams
+from tests.cases import pairwise
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
 from tests.models.tiny import build
@@ -83,9 +84,9 @@ def num_accepted(completions: list[Completion]) -> int:
     return sum(sum(c.stats.accepted) for c in completions)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "is_guided", "batch_size"), pairwise(METHODS, (True, False), (1, 5))
+)
 def test_greedy_text_is_that_of_plain_decoding(
     heads: Heads, plain: Any, beside: list[int], method: str, *, is_guided: bool, batch_size: int
 ) -> None:
