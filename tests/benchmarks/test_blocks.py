@@ -144,6 +144,7 @@ def test_a_head_that_is_missing_is_told(work: Path) -> None:
     assert "no dflash head" in str(table_of("documents", [row]).caption)
 
 
+@pytest.mark.slow
 def test_the_command(work: Path, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     where = ["--work", str(work), "--device", "cpu", "--dtype", "float32", "--output", str(output)]

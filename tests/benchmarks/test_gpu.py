@@ -74,6 +74,7 @@ def test_sections_in_their_order(report: tuple[dict[str, Any], list[str]]) -> No
     assert told[-1].startswith("peers: transformers")
 
 
+@pytest.mark.slow
 def test_steps(report: tuple[dict[str, Any], list[str]]) -> None:
     rows = report[0]["steps"]["rows"]
     keys = [(row["proposer"], row["batch"], row["grammar"]) for row in rows]
@@ -89,6 +90,7 @@ def test_steps(report: tuple[dict[str, Any], list[str]]) -> None:
     assert 0 < by_name["eagle3:mask"]["drafted"] <= 3
 
 
+@pytest.mark.slow
 def test_documents(report: tuple[dict[str, Any], list[str]]) -> None:
     rows = report[0]["end-to-end"]["rows"]
     assert [(row["engine"], row["temperature"]) for row in rows] == [
@@ -105,6 +107,7 @@ def test_documents(report: tuple[dict[str, Any], list[str]]) -> None:
     assert rows[1]["acceptance_length"] >= rows[0]["acceptance_length"] == 1.0
 
 
+@pytest.mark.slow
 def test_engines_take_turns(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a rehearsal each; one that cannot be made leaves the others their turns."""
     ran: list[str] = []
@@ -135,6 +138,7 @@ def test_transformers_beside_it(report: tuple[dict[str, Any], list[str]]) -> Non
     assert all("tokens" not in row and row["problem"] for row in others)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_timed(subject: Subject) -> None:
     """A prompt that leaves no room, and a batch that the memory does not hold."""
     plan = StepPlan(("none",), (1,), context=1016, steps=20, warm_up=1)
@@ -151,6 +155,7 @@ def test_what_cannot_be_timed(subject: Subject) -> None:
     assert all("raise kv_memory_bytes" in (time.problem or "") for time in times)
 
 
+@pytest.mark.slow
 def test_requests_that_join_one_after_another(subject: Subject) -> None:
     """The first ones write on meanwhile, and have to last until all of them have been timed."""
     plan = StepPlan(("none",), (8,), context=40, steps=3, warm_up=1, options={"prefill_tokens": 40})
@@ -158,6 +163,7 @@ def test_requests_that_join_one_after_another(subject: Subject) -> None:
         assert (time.problem, time.steps) == (None, 3)
 
 
+@pytest.mark.slow
 def test_texts_of_one_length(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that has more drafts accepted is not charged with the longer texts."""
     plan = StepPlan(("eagle3:mask",), (1,), context=40, steps=12, warm_up=4)
@@ -171,6 +177,7 @@ def test_texts_of_one_length(subject: Subject, monkeypatch: pytest.MonkeyPatch) 
     assert found[1] < found[0]
 
 
+@pytest.mark.slow
 def test_tables_of_either_side(subject: Subject) -> None:
     plan = StepPlan(("eagle3:mask",), (1,), context=40, steps=4, warm_up=1)
     times = sum(measure_steps(subject, plan._replace(tables=("host", "device")), nobody), [])
@@ -253,6 +260,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.slow
 def test_the_command(folders: Folders, tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     models = ("--model", str(folders.target), "--eagle3", str(folders.eagle3))

@@ -31,6 +31,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", forwards.MODELS)
 @torch.inference_mode()
 def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ def subject() -> Subject:
     return load_subject(bundled_asset("target"), None, device="cpu", dtype="float32")
 
 
+@pytest.mark.slow
 def test_shared_tokens_are_read_once(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks import mixed_traffic
@@ -9,6 +10,7 @@ from benchmarks.gpu.subject import load_subject
 from guided_spec.bundled import bundled_asset
 
 
+@pytest.mark.slow
 def test_requests_come_and_go() -> None:
     subject = load_subject(bundled_asset("target"), None, device="cpu", dtype="float32")
     traffic = mixed_traffic.Traffic(steps=80, load=30, prompts=(5, 40))

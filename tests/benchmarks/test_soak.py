@@ -116,6 +116,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert len({case.kind for case in cases}) > 9
 
 
+@pytest.mark.slow
 def test_an_error_keeps_no_other_request_alive(llm: LLM) -> None:
     """What comes back with an error may be kept for ever; its traceback would hold its batch."""
     before = _requests_alive()

@@ -14,6 +14,7 @@ TOY = ["--shape", "toy", "--length", "32", "--documents", "2", "--draft-vocab-si
 TOY += ["--steps", "1", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_eagle3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "found.json"
     names = ["ours", "ours:dense", "ours:recompute", "speculators", "speculators:head"]
@@ -33,6 +34,7 @@ def test_eagle3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["variant"] for row in written] == [result.variant for result in results]
 
 
+@pytest.mark.slow
 def test_dflash() -> None:
     """Anchors are drawn anew by each trainer, and speculators averages what ours adds up."""
     names = ["ours", "ours:recompute", "speculators"]

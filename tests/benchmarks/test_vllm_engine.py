@@ -63,6 +63,7 @@ class Hanging:
             raise
 
 
+@pytest.mark.slow
 def test_some_of_a_soak_are_cancelled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(llm.encode, 3, 8) * 20
     monkeypatch.setattr("benchmarks.vllm_engine.child.LONGEST_WAIT", 0.01)

@@ -305,6 +305,7 @@ def test_check_json(
     assert levels == (set() if level is None else {level})
 
 
+@pytest.mark.slow
 def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     arguments = ("--model", model, "--proposers", "ngram", "--max-tokens", "8", "--output")
@@ -319,6 +320,7 @@ def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
     assert "transformers" not in table.stdout  # measured at batch size 1 only
 
 
+@pytest.mark.slow
 def test_bench_with_a_draft_of_its_own() -> None:
     proposers = f"none,auto={bundled_asset('mtp')}"
     arguments = ("--limit", "1", "--max-tokens", "24", "--temperature", "0.5")
@@ -365,6 +367,7 @@ def test_what_bench_could_not_finish_is_not_begun(arguments: tuple[str, ...], me
     assert "running" not in result.stderr
 
 
+@pytest.mark.slow
 def test_bench_of_names_with_spaces(model: str, files: dict[str, str]) -> None:
     arguments = ("--model", model, "--max-tokens", "4", "--proposers", "ngram, suffix", "--json")
     result = run("bench", "--workload", files["workload.jsonl"], *arguments)

@@ -44,6 +44,7 @@ def run(*arguments: str) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_by_source_with_and_without_grammars(target: str, data: str, tmp_path: Path) -> None:
     output, plots = tmp_path / "eval.json", tmp_path / "plots"
     more = ("--output", str(output), "--plot", str(plots), "--proposers", "none,ngram")
@@ -72,6 +73,7 @@ def test_by_source_with_and_without_grammars(target: str, data: str, tmp_path: P
     ]
 
 
+@pytest.mark.slow
 def test_beside_the_untrained_head() -> None:
     """A head's own default; it is of the same shape, and drafts as many tokens."""
     asked = ["--model", bundled_asset("target"), "--draft", bundled_asset("eagle3"), "--json"]
@@ -106,6 +108,7 @@ def test_what_could_not_be_finished_is_not_begun(
     assert "running" not in result.stderr
 
 
+@pytest.mark.slow
 def test_untrained_is_of_heads(target: str, data: str) -> None:
     found = run("--model", target, "--data", data, "--draft", target, "--proposers", "untrained")
     assert "is of draft heads" in found.stderr

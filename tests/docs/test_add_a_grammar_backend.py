@@ -42,6 +42,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(module, None)
 
 
+@pytest.mark.slow
 def test_the_page_makes_an_installed_backend(installed: str) -> None:
     assert installed in grammar_backend_names()
     assert installed not in GRAMMAR_BACKENDS, "the entry point is not what is tested"
@@ -85,6 +86,7 @@ def test_its_texts_are_whole_within_any_budget_that_has_room(installed: str) -> 
         assert output.text in TEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
 def test_its_large_grammars_are_tried_out_elsewhere(installed: str) -> None:
     words = [letter * 9_000 for letter in "ab"]

@@ -37,6 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ALGORITHMS.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the packages that train
 def test_the_page_makes_an_algorithm_that_trains(installed: str, tmp_path: Path) -> None:
     assert installed in algorithm_names()

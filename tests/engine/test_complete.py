@@ -138,6 +138,7 @@ def test_far_budgets_change_nothing() -> None:
                 assert whole.completions[0].token_ids == cut.completions[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of its texts grows with each of them, and begins anew in time."""
     monkeypatch.setattr(completion_states, "_MOST_STATES", 160)

@@ -95,6 +95,7 @@ def test_requests_choose_their_backend_in_one_batch() -> None:
             assert any("," in output.text for output in outputs[6:12])
 
 
+@pytest.mark.slow
 def test_a_backend_goes_with_a_marker_and_large_grammars() -> None:
     pytest.importorskip("llguidance")
     with make_llm("llama", "ngram", max_model_len=400) as llm:

@@ -151,6 +151,7 @@ def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int)
         assert sum(map(sum, packed)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
 def test_blocks_behind_a_prefix_that_another_text_left(taught: Any, method: str) -> None:
     """What a block leaves behind its text is never taken for text."""
@@ -464,6 +465,7 @@ def test_a_grammar_spec_survives(taught: Any) -> None:
     assert found[0].token_ids == expected[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_a_head_beside_linear_states(name: str, tmp_path: Any) -> None:
     """It has blocks, which the target's states are not in; drafts fail at any token."""

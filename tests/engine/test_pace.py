@@ -199,6 +199,7 @@ WORLDS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(data=st.data(), world=WORLDS, texts=st.sampled_from([1, 5, 64, 300]))
 @settings(max_examples=examples(40))
 def test_no_length_alone_is_much_faster(data: st.DataObject, world: World, texts: int) -> None:
@@ -284,6 +285,7 @@ def test_a_seed_that_was_given_makes_all_steps_draft(by_chance: list[int]) -> No
         assert by_chance != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["eagle3", "chain:grammar_forced+draft_model"])
 def test_the_law_does_not_depend_on_it(
     by_chance: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, proposer: str

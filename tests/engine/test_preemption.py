@@ -126,6 +126,7 @@ def test_who_has_to_go_is_not_on_its_way(
     assert landings == [False] * waited.total()
 
 
+@pytest.mark.slow
 def test_as_many_blocks_as_one_text_needs(
     headed: HeadedTarget, expected: Texts, waited: Counter[int]
 ) -> None:
@@ -138,6 +139,7 @@ def test_as_many_blocks_as_one_text_needs(
     assert waited.total() > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["none", "chain:grammar_forced+ngram"])
 def test_texts_with_a_state_that_wait_for_each_other(proposer: str, waited: Counter[int]) -> None:
     """Each has a state of its own and shares too few blocks; its state begins anew as it does."""

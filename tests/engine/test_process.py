@@ -106,6 +106,7 @@ def test_leaving_a_stream_cancels_it(process: EngineProcess) -> None:
     until(lambda: process.load.running == 0)
 
 
+@pytest.mark.slow
 def test_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """To requests that run, to those that come, and to who waits for it; its log comes through."""
     with caplog.at_level(logging.INFO, "guided_spec"), EngineProcess(**OPTIONS) as own:
@@ -146,6 +147,7 @@ class OneQuestion:
         self.num_frozen = gc.get_freeze_count()
 
 
+@pytest.mark.slow
 def test_no_pause_comes_of_what_is_loaded() -> None:
     parent: Any = OneQuestion()
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()

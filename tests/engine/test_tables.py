@@ -131,6 +131,7 @@ def assert_same_on_device(
         assert [count > 0 for count in steps[:4]] == expected, steps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize(
     ("method", "heat", "verifier", "at_a_time"),
@@ -153,6 +154,7 @@ def test_a_device_that_finds_paths_along_tables_writes_the_same(
     assert_same_on_device(headed, method, params, verifier, at_a_time)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize(
     ("proposer", "heat", "verifier", "at_a_time"),

@@ -84,6 +84,7 @@ def num_accepted(completions: list[Completion]) -> int:
     return sum(sum(c.stats.accepted) for c in completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "is_guided", "batch_size"), pairwise(METHODS, (True, False), (1, 5))
 )

@@ -111,6 +111,7 @@ def measured() -> tuple[list[Measurement], list[str]]:
         return run_plan(llm, plan, names.append), names
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_once_in_order(
     measured: tuple[list[Measurement], list[str]],
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_measurement_is_json(measured: tuple[list[Measurement], list[str]]) ->
         )
 
 
+@pytest.mark.slow
 def test_another_text_is_noticed() -> None:
     """At temperature 1 with a drawn seed the texts differ, and a broken request is counted."""
     items = [WorkItem("A", GrammarSpec.regex("[a-z]{12}")), WorkItem("A", GrammarSpec.regex("("))]

@@ -106,6 +106,7 @@ def test_they_are_drawn(tmp_path: Path) -> None:
         draw_all(bench_figures(report, ORIGIN), tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "w.jsonl").write_text('{"prompt": "aaaa", "regex": "a{9}"}\n')
     arguments = ["bench", "--workload", str(tmp_path / "w.jsonl"), "--proposers", "ngram", "--json"]

@@ -102,6 +102,7 @@ def test_each_disaster_is_an_error_of_its_own_request(
     assert set(inner.compiled) == {"fine", "small"}
 
 
+@pytest.mark.slow
 def test_workers_are_ended_by_close_and_with_the_backend() -> None:
     backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT)
     backend.compile(large("fine"))
@@ -138,6 +139,7 @@ def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_several_threads_share_the_workers(isolated: GrammarPipeline) -> None:
     barrier = threading.Barrier(2)
 
@@ -150,6 +152,7 @@ def test_several_threads_share_the_workers(isolated: GrammarPipeline) -> None:
     assert 1 <= len(pids(isolated)) <= 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_start_is_reported() -> None:
     backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT, make=os._exit)
     with pytest.raises(GrammarCompileError, match="does not start"):
@@ -168,6 +171,7 @@ def test_with_xgrammar() -> None:
     backend.close()
 
 
+@pytest.mark.slow
 def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
     backend = GrammarPipeline(XGrammarBackend(SPELLED), GrammarLimits(), markers=MARKERS)
     with closing(backend):
@@ -178,6 +182,7 @@ def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
             backend.compile(GrammarSpec.regex("(?=[ab]{300})").after("cab"))
 
 
+@pytest.mark.slow
 def test_rules_of_many_grammars_are_read_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_FEW", 2)
     here, elsewhere = EndingsCache(BYTES), EndingsCache(BYTES)
@@ -221,6 +226,7 @@ def test_a_worker_that_ends_over_rules_fails_their_request_alone() -> None:
         assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_worker_that_rules_wait_for_may_not_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_closed: bool

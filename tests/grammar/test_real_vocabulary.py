@@ -192,6 +192,7 @@ class HiddenGrammar:
         return None
 
 
+@pytest.mark.slow
 def test_most_documents_pass_the_end_of_their_budget() -> None:
     """Rows there hold what fits, as far as that was found: not all of it, but nearly."""
     outcomes = [

@@ -127,6 +127,7 @@ def test_keeping_rejected_tokens_in_the_state_would_show(
     assert generated(others) != expected(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_token_more_or_less_in_the_packed_state_would_show(name: str) -> None:
     model = build(name, vocab_size=VOCAB)

@@ -115,6 +115,7 @@ def test_half_precision_is_near(tmp_path: Path) -> None:
     assert CausalLM(model, num_slots=1, max_length=20, kernels="packed").is_packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["eagle3", "mtp"])
 def test_heads_draft_for_a_target_in_fp8(proposer: str, tmp_path: Path) -> None:
     target = load_model(bundled_asset("target"), device="cpu")

@@ -86,6 +86,7 @@ def test_a_drain_has_an_end(llm: LLM) -> None:
     until(lambda: llm.load.running == 0)
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_away_ends_the_stream_with_an_error() -> None:
     with make_llm("llama", max_model_len=512) as own, running(own) as served:
         asker = Asker(served.url, {**BODY, "max_tokens": 450, "guided_regex": "[a-z]{400}"})

@@ -251,6 +251,7 @@ def test_what_can_be_imported_is_tried_out_in_a_process(name: str) -> None:
             queue.submit(spec).result(60)
 
 
+@pytest.mark.slow
 @NEEDS_WORKERS
 @pytest.mark.parametrize("default", ["local", "auto"])
 def test_what_cannot_be_imported_is_compiled_here(default: str) -> None:

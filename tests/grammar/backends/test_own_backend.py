@@ -81,6 +81,7 @@ def check_texts(outputs: Sequence[RequestOutput]) -> None:
     jsonschema.validate(json.loads(open_), OPEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("proposer", "policy"),
     [
@@ -131,6 +132,7 @@ def test_a_name_that_is_gone_fails_its_request() -> None:
     assert outputs[1].text in COLOURS
 
 
+@pytest.mark.slow
 def test_its_texts_end_within_their_budget() -> None:
     """The end is searched for with the matcher itself: nothing else is asked of a backend."""
     spec = GrammarSpec.choice(["x" * 8, "yz" * 20]).with_backend("listed")

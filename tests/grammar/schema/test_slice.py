@@ -75,6 +75,7 @@ def ids(groups: dict[str, set[str]]) -> set[str]:
     return set().union(*groups.values())
 
 
+@pytest.mark.slow
 def test_the_slice_is_large(verdicts: list[SchemaVerdict]) -> None:
     assert len(verdicts) > 350
     assert sum(len(case.instances) for case in CASES) > 1000

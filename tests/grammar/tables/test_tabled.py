@@ -237,6 +237,7 @@ def test_a_grammar_without_a_table_keeps_its_matcher() -> None:
     assert not isinstance(hopeless.new_matcher(), TabledMatcher)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
 def test_a_grammar_that_is_sent_again_and_again_gets_its_table_from_a_worker() -> None:
     with closing(pipeline("auto")) as made:

@@ -170,6 +170,7 @@ def test_a_text_that_leaves_its_grammar_fails(llm: LLM, world: World) -> None:
     assert (output.completions[0].finish_reason, output.is_complete) == ("length", False)
 
 
+@pytest.mark.slow
 def test_large_grammars_are_tried_out_elsewhere(world: World) -> None:
     large = GrammarSpec.regex("([a-z]{3}){5,120}")
     with LLM(engine="vllm") as llm:

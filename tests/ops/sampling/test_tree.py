@@ -31,7 +31,7 @@ from guided_spec.types import Accepted, Draft, Noise, SamplingParams
 from tests.toys import CPU, chi_square_p_value
 
 # Every planted fault below is found with a p-value under 1e-200; shares have noise of 0.08 %.
-ROWS = 400_000
+ROWS = 200_000
 SIZE = 4
 DEPTHS = 3  # of texts: two draft tokens at most, and one more
 UNLIKELY = 1e-6
