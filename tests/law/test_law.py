@@ -27,6 +27,7 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Draft, Verifier
+from tests.cases import pairwise
 from tests.law.fields import Fields
 from tests.law.harness import (
     POLICIES,
@@ -103,9 +104,9 @@ def _quick(remembered: Remembered, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "setting", "verifier"), pairwise([*POLICIES], [*SETTINGS], VERIFIERS)
+)
 def test_the_law_of_four_tokens(kind: str, setting: str, verifier: Verifier) -> None:
     case = Case(kind, SETTINGS[setting], verifier)
     check_law(case, emit(case, torch.arange(ROWS)))
