@@ -97,7 +97,9 @@ class DurationsWriter:
             "quick_items": len(quick),
             "cpu_seconds": round(sum(one.cpu for one in self._items.values())),
             "quick_cpu_seconds": round(sum(one.cpu for one in quick)),
-            "folders": self._sums(lambda name: name.rpartition("/")[0], at_least=0),
+            "folders": self._sums(
+                lambda name: name.partition("::")[0].rpartition("/")[0], at_least=0
+            ),
             "tests": self._sums(lambda name: name.partition("[")[0], at_least=SHOWN),
         }
 
@@ -112,3 +114,7 @@ class DurationsWriter:
             for name, found in dearest
             if sum(found) >= at_least
         }
+
+
+def _folder(name: str) -> str:
+    return name.partition("::")[0].rpartition("/")[0]

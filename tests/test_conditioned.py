@@ -63,6 +63,7 @@ def laws(**changes: Any) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, 
     return {path: share / total for path, share in whole.items()}, local
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"temperature": 0.8, "top_p": 0.97, "max_tokens": 3}],

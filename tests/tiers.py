@@ -1,8 +1,9 @@
 """The two tiers of tests: the quick one, which ``pytest`` runs, and the full one, of ``.ci/run``.
 
-A test is in the full tier alone if it is marked ``slow``, or if it is one of many cases of a
-parametrized test: the quick tier takes ``QUICK_CASES`` of them, as different as they come. Where
-every case is a promise of its own, ``@pytest.mark.every_case`` keeps all of them quick.
+A test is in the full tier alone if it is marked ``slow``, if its folder is one of ``FULL_FOLDERS``,
+or if it is one of many cases of a parametrized test: the quick tier takes ``QUICK_CASES`` of them,
+as different as they come. Where every case is a promise of its own, ``@pytest.mark.every_case``
+keeps all of them quick.
 
 Hypothesis draws few examples in the quick tier, the same in every run; in the full tier it draws
 many, by a seed that ``--hypothesis-seed`` sets (``.ci/run`` takes the commit's), so that another
@@ -21,6 +22,7 @@ QUICK_CASES = 2
 QUICK_EXAMPLES = 10
 FULL_EXAMPLES = 60
 FULL_ONLY = ("slow", "sweep", "gpu")
+FULL_FOLDERS = ("benchmarks",)  # of tests: what they test is no part of the package
 
 
 def is_quick(config: pytest.Config) -> bool:
@@ -57,6 +59,8 @@ def leave_to_the_full_tier(items: Sequence[pytest.Item]) -> None:
     """Mark as slow what the quick tier has no room for: all but a few cases of each test."""
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if set(FULL_FOLDERS) & {*item.path.parts}:
+            item.add_marker(pytest.mark.slow)
         is_left_out = any(item.get_closest_marker(name) is not None for name in FULL_ONLY)
         is_whole = item.get_closest_marker("every_case") is not None
         if isinstance(item, pytest.Function) and not (is_left_out or is_whole):

@@ -404,6 +404,7 @@ def test_starvation_is_counted(taught: Any) -> None:
     assert all(c.stats.starved == 0 for c in taught("eagle").generate("eagle", PARAMS))
 
 
+@pytest.mark.slow
 def test_auto_finds_the_method(taught: Any) -> None:
     for method in METHODS:
         headed = taught(method).headed

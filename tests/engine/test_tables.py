@@ -81,6 +81,7 @@ DEVICE_GRAMMARS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize(
     ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]

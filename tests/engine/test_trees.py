@@ -102,6 +102,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert sum(beside) > 2 or (method, is_guided) not in LUCKY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dflash", "dspark", "eagle3"])
 def test_coupled_text_is_that_of_plain_decoding(
     heads: Heads, beside: list[int], method: str

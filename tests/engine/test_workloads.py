@@ -30,6 +30,7 @@ def test_many_workloads() -> None:
         check_nothing_is_kept()
 
 
+@pytest.mark.slow
 def test_scores_that_are_done_stay_done() -> None:
     """A text that grows in the same step takes room from those that run, not from these."""
     text = Ask(SYSTEM[:BLOCK], SamplingParams(max_tokens=140, ignore_eos=True))

@@ -120,6 +120,7 @@ def test_every_way_is_measured_once_in_order(
     assert [m.name for m in measurements] == names
 
 
+@pytest.mark.slow
 def test_forwards_and_tokens(measured: tuple[list[Measurement], list[str]]) -> None:
     plain, transformers, ngram, chain = measured[0]
     assert {m.tokens for m in measured[0]} == {plain.tokens}  # the same texts

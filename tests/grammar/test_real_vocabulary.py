@@ -78,6 +78,7 @@ def documents() -> list[Document]:
     return list(documents_of(cases, BackendChoice("auto", vocabulary()), tokenizer()))
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_a_real_one() -> None:
     assert len(tokenizer()) == 49_152
     assert len(documents()) > 60

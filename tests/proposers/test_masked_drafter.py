@@ -24,6 +24,7 @@ from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.ops import mailbox
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers import build_proposer, learned_head
@@ -139,7 +140,8 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftLoop, "in_flight", settled)
 
 
-def build(headed: Headed, *, is_waiting: bool) -> Any:
+def build(headed: Headed, *, is_waiting: bool, before: str = "") -> Any:
+    """before: of the proposer's name, where it is not the head's own alone."""
     config = EngineConfig(kernels="packed", num_draft_tokens=K)
     context = toy_context(target=headed.written.target, draft=headed.written.draft, config=config)
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +149,7 @@ def build(headed: Headed, *, is_waiting: bool) -> Any:
         if is_waiting:
             patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
             patch.setattr(block_runner, "GraphPool", lambda *_, **__: Device())
-        found: Any = build_proposer(f"{headed.name}:mask", context)
+        found: Any = build_proposer(f"{before}{headed.name}:mask", context)
     return found
 
 
@@ -177,13 +179,31 @@ def draft(
     lookahead.wants_options = wants_options
     every = tuple(range(VOCAB_SIZE))
     lookahead.extend_best([[every] * length for length in given])
+    assert proposer.ends_chains == is_waiting
     flight = proposer.begin(batch, lookahead)
     found = flight.finish()
-    waits = is_waiting or not any(RULES)  # for all of it at once
-    assert flight.is_underway == waits or not found.token_ids.shape[1]
     lengths = found.num_tokens.tolist()
     assert all(length <= most for length, most in zip(lengths, flight.most, strict=True))
     return Drafted(found, lookahead.drafted, lookahead.starved, lookahead.options)
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
+def test_a_chain_drafts_the_same_beside_a_penalty(
+    headed: Headed, temperatures: Sequence[float]
+) -> None:
+    """A neighbour's penalty keeps the graph from drafting, and ends no chain elsewhere."""
+    found = []
+    for penalty in (0.0, 2.0):
+        proposer = build(headed, is_waiting=True, before="chain:grammar_forced+")
+        batch = make_batch(proposer, temperatures, (2 * K,) * 3)
+        penalties = [SamplingParams(frequency_penalty=one) for one in (0.0, 0.0, penalty)]
+        table = RuleTable.stack([TokenRules(one) for one in penalties], VOCAB_SIZE, CPU)
+        batch.adjustments = Adjustments.stack(table, batch.contexts, batch.prompt_lengths)
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        draft = proposer.begin(batch, lookahead).finish()
+        pairs = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+        found.append([tokens[:length] for tokens, length in pairs])
+    assert found[0][:2] == found[1][:2]
 
 
 @pytest.mark.parametrize("count", [1, K])
@@ -332,6 +352,7 @@ ROWS = 32
 PREFIX = b'{"a'  # forced
 
 
+@pytest.mark.slow
 def test_the_law_behind_forced_text(headed: Headed) -> None:
     """The next token has the target's law, whatever the head drew behind what is forced."""
     rule = text_rule([PREFIX + bytes([one, other]) for one in b"abcd" for other in b'01"'])
@@ -389,6 +410,7 @@ def test_a_walk_that_fails_lets_the_device_go(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_same_texts_by_the_same_drafts(
@@ -457,6 +479,7 @@ def test_a_device_that_waits_in_vain_changes_no_text(
     assert starts == len(PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_trees_around_such_drafts_change_no_text(

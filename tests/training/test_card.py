@@ -81,6 +81,7 @@ def sources(tmp_path: Path) -> tuple[str, str]:
     return target, write_documents(tmp_path / "documents.jsonl", 12)
 
 
+@pytest.mark.slow
 def test_a_draft_is_pushed(hub: Hub, sources: tuple[str, str], tmp_path: Path) -> None:
     output = tmp_path / "head"
     settings: dict[str, Any] = {

@@ -86,6 +86,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, at: list[int]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_attention_of_an_unroll(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
     dice = torch.Generator().manual_seed(3)

@@ -88,9 +88,10 @@ def test_layers_of_a_whole_model(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @LOOKS
 @pytest.mark.parametrize("kind", KINDS[-2:])
-def test_an_unroll_compilescompiled_whole(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_unroll_compiles(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     wanted = _trained(_head(kind), recompute=False)
     for module, name in COMPILED:
         monkeypatch.setattr(module, name, compiled_whole(vars(module)[name]))

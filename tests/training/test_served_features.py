@@ -164,6 +164,7 @@ def test_a_server_that_does_not_fit(tmp_path: Path, wrong: str, message: str) ->
         ServedFeatures(url, LAYERS)
 
 
+@pytest.mark.slow
 def test_a_training_by_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as with the target at hand, of which nothing but the ends is loaded."""
     source = write_target(tmp_path / "target")

@@ -174,6 +174,7 @@ def test_workers_leave_signals_to_the_trainer() -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_trainer_that_ends_with_an_error() -> None:
     code = """
         from torch.utils.data import DataLoader

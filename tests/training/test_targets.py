@@ -56,6 +56,7 @@ def assert_same(first: TrainingReport, second: TrainingReport) -> None:
     assert first.decoded["acceptance_length"] == second.decoded["acceptance_length"]
 
 
+@pytest.mark.slow
 def test_a_target_that_is_spread_trains_the_same_draft(target: Path, tmp_path: Path) -> None:
     """A layer that stays on disk between its forwards, as accelerate keeps what fits no device."""
     whole = run(target, tmp_path / "whole")
@@ -75,6 +76,7 @@ def test_device_maps_that_cannot_be(
         run(target, tmp_path, device_map="auto")
 
 
+@pytest.mark.slow
 def test_code_of_the_repository_runs_where_it_is_trusted(target: Path, tmp_path: Path) -> None:
     whole = run(target, tmp_path / "whole")
     config = json.loads((target / "config.json").read_text())
@@ -86,6 +88,7 @@ def test_code_of_the_repository_runs_where_it_is_trusted(target: Path, tmp_path:
     assert_same(run(target, tmp_path / "own", trust_remote_code=True), whole)
 
 
+@pytest.mark.slow
 def test_a_quantized_target(target: Path, tmp_path: Path) -> None:
     """In blocks of float8, which transformers computes without on a CPU."""
     path, quantized = target / "model.safetensors", {}

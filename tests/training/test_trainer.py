@@ -81,6 +81,7 @@ def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> Non
     assert 0.001 < rates[-1] < 0.003
 
 
+@pytest.mark.slow
 def test_the_best_draft_is_kept(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from guided_spec.types import SamplingParams
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
+@pytest.mark.slow
 def test_the_bundled_draft_saves_forwards() -> None:
     path = bundled_asset("target")
     target, tokenizer = load_model(path, device="cpu"), load_tokenizer(path)

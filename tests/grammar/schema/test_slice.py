@@ -114,6 +114,7 @@ def test_every_valid_instance_is_accepted_but_for_known_causes(
     assert len(rejected) < len(verdicts) / 10
 
 
+@pytest.mark.slow
 def test_closed_objects_lose_only_further_keys(
     verdicts: list[SchemaVerdict], closed: list[SchemaVerdict]
 ) -> None:

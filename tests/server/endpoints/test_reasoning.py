@@ -83,6 +83,7 @@ def test_reasoning_is_an_item(tiny: Running) -> None:
     assert {item["type"] for item in reply["output"]} <= {"reasoning", "message"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [TEMPLATES["mistral"]], indirect=True, ids=["mistral"])
 def test_parallel_calls(tiny: Running) -> None:
     """Some of the samples make several; a stream has the same ones, each piece by its place."""

@@ -160,6 +160,7 @@ def _rows_behind_a_fork() -> tuple[int, list[list[int]], int]:
     return *_rows_in_worker(MASKS), MASKS.rejected
 
 
+@pytest.mark.slow
 def test_masks_travel_to_other_processes() -> None:
     here = rows_of(MASKS, b"ab", 0, WORDS)
     assert here is not None
