@@ -16,6 +16,7 @@ GuidedSpecError
     ├── GrammarCompileError              the schema, regex or grammar is broken
     │   ├── UnsupportedSchemaError       valid, but the backend would not enforce all of it
     │   └── UnsatisfiableGrammarError    no text at all can match it
+    ├── GrammarWorkerError               a worker process was killed or did not start: try again
     ├── GrammarStateError                the matcher failed, or refused a token that is committed
     └── GrammarDeadEndError              no token of the vocabulary can continue the text
 """
@@ -31,6 +32,7 @@ __all__ = [
     "GrammarDeadEndError",
     "GrammarError",
     "GrammarStateError",
+    "GrammarWorkerError",
     "GuidedSpecError",
     "ModelError",
     "NoTokenLeftError",
@@ -161,6 +163,14 @@ class UnsupportedSchemaError(GrammarCompileError):
 
 class UnsatisfiableGrammarError(GrammarCompileError):
     """No text made of the model's tokens can match the grammar."""
+
+
+class GrammarWorkerError(GrammarError):
+    """The worker process that compiles large grammars was killed, or could not be started.
+
+    Nothing is known about the grammar, so the failure is not remembered: the request may be sent
+    again.
+    """
 
 
 class GrammarStateError(GrammarError):

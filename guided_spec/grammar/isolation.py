@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from guided_spec.errors import GrammarCompileError, GrammarError
+from guided_spec.errors import GrammarCompileError, GrammarError, GrammarWorkerError
 from guided_spec.grammar.backends.registry import (
     GRAMMAR_BACKENDS,
     BackendFactory,
@@ -46,6 +46,8 @@ _OUT_OF_MEMORY = "out of memory"  # what else comes is no text
 # What the native code is refused comes as one of its own errors: memory, or that of a thread.
 _SIGNS_OF_NO_MEMORY = ("bad_alloc", "Resource temporarily unavailable")
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
+_TRIES = 3  # workers that may be killed over one job, of which one may have been dead before
+_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _FEW = 32  # grammars, whose rules are read where they are compiled
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
@@ -92,7 +94,9 @@ class Workers:
     def try_out(self, spec: GrammarSpec, limits: GrammarLimits) -> None:
         """Compile ``spec`` in a worker, within the limits of time and memory.
 
-        Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
+        Raises what the backend raises, GrammarCompileError for a grammar that is beyond the limits
+        or that crashes its worker, and GrammarWorkerError where workers are killed or cannot be
+        started.
         """
         self._run(_Job(spec, limits), self._take())
 
@@ -122,7 +126,7 @@ class Workers:
         return found
 
     def start_one(self) -> None:
-        """Start a worker, within seconds. Raises GrammarCompileError where the start fails."""
+        """Start a worker, within seconds. Raises GrammarWorkerError where the start fails."""
         worker = self._take()
         try:
             worker.start()
@@ -132,12 +136,20 @@ class Workers:
         self._give_back(worker)
 
     def _run(self, job: _Job | _Reading, worker: _Worker) -> Any:
-        try:
-            worker.start()
-            result = worker.run(job)
-        except BaseException:
-            self._end(worker)
-            raise
+        """The job's result. Where its worker was killed, another one tries."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                worker.start()
+                result = worker.run(job)
+                break
+            except _EndedError as ended:
+                self._end(worker)
+                if tries_left == 0 or not ended.was_killed:
+                    raise ended.reason(job) from ended
+                worker = self._take()
+            except BaseException:
+                self._end(worker)
+                raise
         self._give_back(worker)
         if isinstance(result, Exception):
             raise result
@@ -152,14 +164,26 @@ class Workers:
             self._end(worker)
 
     def _take(self) -> _Worker:
-        with self._lock:
-            if self._closed:
-                raise GrammarCompileError("the grammar backend is closed; make a new one")
-            if self._idle:
-                return self._idle.pop()
-            worker = _Worker(self._make, self._vocabulary)
-            self._all.add(worker)
-            return worker
+        """An idle worker, or a new one. Raises GrammarWorkerError where none can be started."""
+        dead = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise GrammarCompileError("the grammar backend is closed; make a new one")
+                while self._idle:
+                    worker = self._idle.pop()
+                    if worker.process.poll() is None:
+                        return worker
+                    dead.append(worker)  # it was killed while it had nothing to do
+                worker = _Worker(self._make, self._vocabulary)
+                self._all.add(worker)
+                return worker
+        except OSError as error:  # too many processes or open files
+            message = f"no process can be started for a large grammar: {error}; try again later"
+            raise GrammarWorkerError(message) from error
+        finally:
+            for worker in dead:
+                self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
         worker.end()
@@ -203,7 +227,7 @@ class RuleReader:
         try:
             if not self._workers.pids:
                 self._workers.start_one()
-        except GrammarCompileError as error:
+        except GrammarError as error:
             if not self._workers.is_closed:
                 _LOG.warning("the rules of grammars are read in this process: %s", error)
         with self._lock:
@@ -245,7 +269,7 @@ class _Worker:
         self.end = weakref.finalize(self, _end_process, self.process, self._connection)
 
     def start(self) -> None:
-        """Hand over the vocabulary, once. Raises GrammarCompileError where the start fails."""
+        """Hand over the vocabulary, once. Raises GrammarWorkerError where the start fails."""
         if self._first_message is None:
             return
         try:
@@ -254,26 +278,49 @@ class _Worker:
         except (EOFError, OSError):
             reply = None
         if reply != _READY:
-            raise GrammarCompileError(
+            raise GrammarWorkerError(
                 "the process that tries out large grammars does not start; see whether "
                 f"`{Path(sys.executable).name} -c 'import guided_spec.grammar.isolation'` works"
             )
         self._first_message = None
 
     def run(self, job: _Job | _Reading) -> Any:
-        """What was found wrong, or made. Raises GrammarCompileError beyond the limits."""
+        """What was found wrong, or made.
+
+        Raises GrammarCompileError beyond the limits, and _EndedError where the process has ended.
+        """
         try:
             self._connection.send((job, importable_backends()))
             if not self._connection.poll(job.seconds):
                 raise _refuse(job, f"compile_seconds={job.limits.compile_seconds:g}")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
-            self.process.kill()
-            reason = f"its compiler ended with exit status {self.process.wait()}"
-            raise GrammarCompileError(f"the {job.kind} does not compile: {reason}") from error
+            self.process.kill()  # a signal of ours, only if it still ran
+            raise _EndedError(self.process.wait()) from error
         if isinstance(reply, str):
             raise _refuse(job, f"compile_bytes={job.limits.compile_bytes}")
         return reply
+
+
+class _EndedError(Exception):
+    """A worker has ended over a job. status: of its process, negative for a signal."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether something else ended it than the grammar, such as the out-of-memory killer."""
+        return -self.status in _KILLED
+
+    def reason(self, job: _Job | _Reading) -> GrammarError:
+        """The error of the job's request."""
+        ended = f"its compiler ended with exit status {self.status}"
+        if self.was_killed:
+            fix = "the machine may be out of memory; try again later"
+            return GrammarWorkerError(f"the {job.kind} was not compiled: {ended}; {fix}")
+        return GrammarCompileError(f"the {job.kind} does not compile: {ended}")
 
 
 class _Job(NamedTuple):

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 from guided_spec.config import EngineConfig
-from guided_spec.errors import GrammarError
+from guided_spec.errors import GrammarError, GrammarWorkerError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -171,6 +171,11 @@ class GrammarCompileQueue:
             if entry is None:
                 return
             _LOG.info("forgot a %s of %d bytes", entry.spec.kind, entry.counted_bytes)
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        """Called with the lock held."""
+        if self._entries.get(entry.spec) is entry:
             del self._entries[entry.spec]
             self._counted_bytes -= entry.counted_bytes
             entry.counted_bytes = 0
@@ -209,6 +214,8 @@ class GrammarCompileQueue:
             entry.future.set_result(grammar)
         with self._lock:
             self._count(entry)
+            if isinstance(entry.future.exception(), GrammarWorkerError):
+                self._forget(entry)  # no fault of the grammar's
             self._forget_old()
 
 

@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.errors import (
+    GrammarCompileError,
+    GrammarError,
+    GrammarWorkerError,
+    UnsupportedSchemaError,
+)
 from guided_spec.grammar import isolation
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -133,7 +140,7 @@ def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
         time.sleep(0.01)
     (pid,) = pids(isolated)
     compiling.close()
-    with pytest.raises(GrammarCompileError):
+    with pytest.raises(GrammarError):
         hanging[0].result(WAIT)
     assert hanging[1].cancelled()
     assert not is_alive(pid)
@@ -155,9 +162,63 @@ def test_several_threads_share_the_workers(isolated: GrammarPipeline) -> None:
 @pytest.mark.slow
 def test_a_worker_that_does_not_start_is_reported() -> None:
     backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT, make=os._exit)
-    with pytest.raises(GrammarCompileError, match="does not start"):
+    with pytest.raises(GrammarWorkerError, match="does not start"):
         backend.compile(large("fine"))
     assert not pids(backend)
+
+
+def test_a_worker_that_was_killed_is_no_fault_of_the_grammar_s(
+    inner: HostileBackend, tmp_path: Path
+) -> None:
+    """Killed while idle, and once while at work: another worker compiles it."""
+    flag = tmp_path / "perish"
+    with closing(GrammarPipeline(inner, PATIENT)) as isolated:
+        isolated.compile(large("fine"))
+        (first,) = pids(isolated)
+        os.kill(first, signal.SIGKILL)
+        wait_for_end(first)
+        flag.touch()
+        isolated.compile(large(str(flag)))
+        assert first not in pids(isolated)
+        assert not flag.exists()
+
+
+def wait_for_end(pid: int) -> None:
+    """Until it is a zombie, which its parent has not noticed yet."""
+    for _ in range(1000):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+            return
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_what_workers_are_killed_over_may_be_sent_again(inner: HostileBackend) -> None:
+    isolated = GrammarPipeline(inner, PATIENT)
+    compiling = GrammarCompileQueue(isolated, close_backend=isolated.close)
+    for _ in range(2):
+        with pytest.raises(GrammarWorkerError, match="exit status -9; the machine may be out of"):
+            compiling.submit(large("perish")).result(WAIT)
+        while compiling.cached_bytes:
+            time.sleep(0.01)
+    compiling.close()
+
+
+def test_without_file_descriptors_a_grammar_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch, inner: HostileBackend
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with closing(GrammarPipeline(inner, PATIENT)) as isolated, monkeypatch.context() as patch:
+        patch.setattr(isolation, "start_interpreter", refuse)
+        compiling = GrammarCompileQueue(isolated)
+        with pytest.raises(GrammarWorkerError, match="Too many open files; try again"):
+            compiling.submit(large("fine")).result(WAIT)
+        while compiling.cached_bytes:
+            time.sleep(0.01)
+        patch.undo()
+        compiling.submit(large("fine")).result(WAIT)
+        compiling.close()
 
 
 def test_with_xgrammar() -> None:
