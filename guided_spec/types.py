@@ -25,7 +25,8 @@ Verifier = Literal["rejection", "coupled"]
 DraftPolicy = Literal["mask", "validate"]
 DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = MAX_INTEGER = 2**63 - 1  # what a tensor of integers holds
+MAX_COUNT = 2**31 - 1  # of tokens, samples and ids: sums of them stay within 64 bits
 MAX_BIAS = 1e9  # nothing a model or a penalty does to it leaves float32
 MAX_LOGPROBS = 20
 
@@ -115,7 +116,8 @@ class SamplingParams:
 
     max_tokens: tokens to generate at most, at least 1.
     temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all, as does -1, which is kept as 0.
+    top_k: keep the k most probable tokens; 0 keeps all, as does -1, which is kept as 0. More than
+        2**31 - 1 is kept as that, which is above the size of any vocabulary.
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens below min_p times the largest probability, in [0, 1].
     cache_salt: prompts take from the prefix cache what texts with the same salt left there, so that
@@ -190,10 +192,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
         require_kind("complete", self.complete, bool | None)
-        require_int("max_tokens", self.max_tokens, low=1)
-        require_int("top_k", self.top_k, low=-1)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM and SGLang say "all"
-        require_int("n", self.n, low=1)
+        require_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
+        if not isinstance(self.top_k, int) or self.top_k <= MAX_COUNT:
+            require_int("top_k", self.top_k, low=-1)
+        # -1 is how vLLM and SGLang say "all".
+        object.__setattr__(self, "top_k", min(max(self.top_k, 0), MAX_COUNT))
+        require_int("n", self.n, low=1, high=MAX_COUNT)
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=MAX_SEED)
         _require_range("temperature", self.temperature, low=0.0, high=100.0)
@@ -205,7 +209,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ConfigError("stop", text, "each stop string must be a non-empty str")
         for token in self.stop_token_ids:
-            require_int("stop_token_ids", token, low=0)
+            require_int("stop_token_ids", token, low=0, high=MAX_COUNT)
         if self.grammar is not None:
             object.__setattr__(self, "grammar", _read_grammar(self.grammar))
         if self.complete and self.grammar is None:
@@ -248,12 +252,12 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             tokens = _read_list("allowed_token_ids", self.allowed_token_ids)
             for token in tokens:
-                require_int("allowed_token_ids", token, low=0)
+                require_int("allowed_token_ids", token, low=0, high=MAX_COUNT)
             allowed = tuple(sorted(set(tokens)))
             if not allowed:
                 raise ConfigError("allowed_token_ids", (), "allow a token, or pass None for all")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        require_int("min_tokens", self.min_tokens, low=0)
+        require_int("min_tokens", self.min_tokens, low=0, high=MAX_COUNT)
         if self.min_tokens > self.max_tokens:
             fix = f"must be at most max_tokens, which is {self.max_tokens}"
             raise ConfigError("min_tokens", self.min_tokens, fix)
@@ -265,13 +269,14 @@ class SamplingParams:
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
 
 
-def require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+def require_int(name: str, value: object, *, low: int, high: int = MAX_INTEGER) -> None:
     """Raise ConfigError, naming the argument, for what is no int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(name, value, "must be an int")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(name, value, f"must be {bound}")
+    if value < low and high in (MAX_COUNT, MAX_INTEGER):
+        raise ConfigError(name, value, f"must be at least {low}")
+    if not low <= value <= high:
+        raise ConfigError(name, value, f"must be between {low} and {high}")
 
 
 def require_switches(**switches: object) -> None:
@@ -318,7 +323,7 @@ def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ConfigError("logit_bias", bias, "must map token ids to numbers") from None
     for token, value in pairs.items():
-        require_int("logit_bias", token, low=0)
+        require_int("logit_bias", token, low=0, high=MAX_COUNT)
         if value != float("-inf"):
             _require_range(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
     return tuple(sorted((token, float(value)) for token, value in pairs.items()))
@@ -333,5 +338,5 @@ def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
         if not isinstance(word, Sequence) or not word:
             raise ConfigError("bad_words", word, "each must be a non-empty str or token ids")
         for token in () if isinstance(word, str) else word:
-            require_int("bad_words", token, low=0)
+            require_int("bad_words", token, low=0, high=MAX_COUNT)
     return tuple(word if isinstance(word, str) else tuple(word) for word in words)
