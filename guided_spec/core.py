@@ -180,14 +180,6 @@ class DraftInFlight(Protocol):
         ...
 
     @property
-    def is_underway(self) -> bool:
-        """Whether the device makes the draft meanwhile, so that ``finish`` waits for all of it.
-
-        A chain of proposers then goes on in the next step.
-        """
-        ...
-
-    @property
     def answer(self) -> Callable[[], None] | None:
         """What the device waits for the host to do before the draft goes on; None for nothing.
 
@@ -230,11 +222,6 @@ class FinishedDraft(NamedTuple):
     def is_walked(self) -> bool:
         """It is."""
         return True
-
-    @property
-    def is_underway(self) -> bool:
-        """It is not."""
-        return False
 
     @property
     def answer(self) -> None:
@@ -325,6 +312,15 @@ class Proposer(Protocol):
         """Whether it sets ``Lookahead.options`` where trees are asked for."""
         return False
 
+    @property
+    def ends_chains(self) -> bool:
+        """Whether a chain drafts nothing behind its drafts in the same step.
+
+        So the device may make them while the host goes on; otherwise a chain waits for them. Never
+        decided by a batch: what a request drafts would depend on who else is in it.
+        """
+        return False
+
     def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
         """As the first of a chain: at which requests the others stop, so that it drafts again.
 
@@ -381,7 +377,7 @@ class _FromPropose(Proposer):
     ) -> DraftInFlight:
         del carry
         before = lookahead.lengths
-        draft = lookahead.advance(self._proposer.propose(batch, lookahead))
+        draft = lookahead.advance(self._proposer.propose(batch, lookahead), before)
         lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
         return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
 

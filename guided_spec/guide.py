@@ -35,10 +35,10 @@ from guided_spec.ops.sampling.adjust import (
     spell_bad_words,
 )
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
-from guided_spec.ops.sampling.noise import noise_key
+from guided_spec.ops.sampling.noise import request_key
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.step import Committed
-from guided_spec.types import MAX_SEED, SamplingParams
+from guided_spec.types import MAX_SEED, SamplingParams, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ class GuidedText:
     constraint: its place in the grammar; None for free text.
     rules: the biases, bans and penalties of ``params``.
     stop_ids: the tokens that end it. grammar_ends: those that end a text of a grammar.
-    noise_key: of ``seed``, prompt and grammar; see ``guided_spec.ops.sampling.noise``.
+    noise_key: see ``guided_spec.ops.sampling.noise.request_key``.
     prefill: the same for all texts whose prompts were read as one, see ``DecodeBatch``.
     ended: why it has ended, None while it has not. error: what went wrong, where that is "error".
     """
@@ -76,7 +76,7 @@ class GuidedText:
     error: GuidedSpecError | None = None
 
     @classmethod
-    def begin(
+    def begin(  # noqa: PLR0913 - what is asked for, and of which engine
         cls,
         prompt_ids: Sequence[int],
         params: SamplingParams,
@@ -85,11 +85,13 @@ class GuidedText:
         max_length: int,
         seed: int,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        verifier: Verifier = "rejection",
     ) -> GuidedText:
         """A text behind a prompt, without a slot and without its grammar.
 
         max_length: prompt and output tokens at most, if ``params`` do not say less.
         bad_words: the token sequences that ``params.bad_words`` stand for.
+        verifier: of its steps; its noise follows from it.
         """
         own, ends = frozenset(params.stop_token_ids), frozenset(vocabulary.stop_token_ids)
         is_free = params.grammar is None
@@ -105,7 +107,7 @@ class GuidedText:
             rules=TokenRules(params, bad_words, tuple(sorted(banned_early))),
             stop_ids=own if params.ignore_eos else own | ends,
             grammar_ends=tuple(vocabulary.stop_token_ids),
-            noise_key=noise_key(seed, prompt_ids, params.grammar),
+            noise_key=request_key(seed, prompt_ids, params, verifier),
         )
 
     @property
@@ -342,6 +344,7 @@ class Guide:
             max_length=self.config.max_model_len or len(prompt_ids) + params.max_tokens,
             seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
             bad_words=spell_bad_words(params, self._tokenizer, size),
+            verifier=self.config.verifier,
         )
         if not 0 < len(prompt_ids) < text.max_length:
             fix = f"pass at least one and fewer than max_model_len={self.config.max_model_len}"

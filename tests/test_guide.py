@@ -29,7 +29,7 @@ from guided_spec.guide import Guide, GuidedText
 from guided_spec.masks.constraint import Constraint
 from guided_spec.proposers import build_proposer
 from guided_spec.step import Committed, commit, speculative_step
-from guided_spec.types import SamplingParams
+from guided_spec.types import SamplingParams, Verifier
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 from tests.toys import CPU, ToyCompiled, text_rule, toy_context
 from tests.toys import VOCABULARY as TOYS
@@ -228,6 +228,16 @@ def test_a_context_bounds_the_text() -> None:
     with pytest.raises(PromptError, match="fewer than max_model_len=4"):
         small.open(0, [1, 2, 3, 4])
     small.close()
+
+
+def test_the_noise_of_a_draft_policy() -> None:
+    """A coupled text is the same under each; a rejected draft must not foretell another one."""
+    params = [SamplingParams(seed=3, draft_policy=policy) for policy in ("mask", "validate")]
+    counts: dict[Verifier, int] = {"coupled": 1, "rejection": 2}
+    for verifier, count in counts.items():
+        guide = Guide(TOYS, None, EngineConfig(verifier=verifier), device=CPU)
+        assert len({guide.open(0, [1], one).noise_key for one in params}) == count
+        guide.close()
 
 
 def test_a_text_that_fails_counts_what_its_budget_cut() -> None:

@@ -434,6 +434,7 @@ class LLM:
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
         job = Job(prompt_ids, params, self.max_model_len, seed, endings=self._endings)
         job = job._replace(echo=echo, bad_words=words, traced=traced)
+        job = job._replace(verifier=self.config.verifier)
         self._runner.require(job)
         if params.grammar is None:
             return job

@@ -18,7 +18,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
-from guided_spec.types import SamplingParams, TokenLogprobs
+from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
 
 
 class TextDecoder:
@@ -149,6 +149,7 @@ class Job(NamedTuple):
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     traced: what to call the writer in the text's trace; None records none.
+    verifier: of the engine that writes it.
     """
 
     prompt_ids: Sequence[int]
@@ -165,6 +166,7 @@ class Job(NamedTuple):
     scoring: Scoring | None = None
     is_streamed: bool = True
     traced: TraceSource | None = None
+    verifier: Verifier = "rejection"
 
 
 class Request:
@@ -188,6 +190,7 @@ class Request:
             max_length=job.max_length,
             seed=job.seed,
             bad_words=job.bad_words,
+            verifier=job.verifier,
         )
         self.state = State.WAITING
         self.number = 0  # in the order of coming

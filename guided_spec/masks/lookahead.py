@@ -305,8 +305,8 @@ class Lookahead:
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
 
-        Cut at the first illegal token and at the request's limit. Rows are not filled yet: that
-        can wait until the target runs.
+        Cut at the first illegal token and at the request's limit; -1 closes the request, as it does
+        for ``accept``. Rows are not filled yet: that can wait until the target runs.
         """
         return self.extend_best([[(token,) for token in draft] for draft in drafts])
 
@@ -324,6 +324,9 @@ class Lookahead:
             assert not (walk.is_tabled and positions)  # nobody has asked whether they are legal
             for token_ids in positions:
                 if not walk.is_drafting or not token_ids:
+                    break
+                if token_ids[0] < 0:
+                    walk.is_open = False
                     break
                 if not any(map(walk.append, token_ids)):
                     walk.refuse(token_ids[0])
@@ -368,19 +371,21 @@ class Lookahead:
         """Fill what ``peek`` reads of every open request, which costs less than one by one."""
         self._next_depths(self._walks)
 
-    def advance(self, draft: Draft) -> Draft:
-        """The draft to verify: where nobody did so, walked now and cut to the requests' limits.
+    def advance(self, draft: Draft, starts: Sequence[int] | None = None) -> Draft:
+        """The draft to verify: where nobody did so, walked now and cut where a request's turn ends.
 
         An illegal token stays in it, where the verifier refuses it.
+
+        starts: ``lengths`` before it was made; None: nothing had been drafted.
         """
-        if draft.token_ids.shape[1] == 0 or any(walk.drafted for walk in self._walks):
+        starts = [0] * len(self._walks) if starts is None else list(starts)
+        if draft.token_ids.shape[1] == 0 or self.lengths != starts:
             return draft
-        limits = torch.tensor([walk.limit for walk in self._walks])
-        lengths = torch.minimum(draft.num_tokens.cpu(), limits)
-        width = int(lengths.max())
-        rows = draft.token_ids[:, :width].tolist()
-        self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
-        return draft.cut(width)._replace(num_tokens=lengths.to(draft.num_tokens.device))
+        rows = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+        self.extend([row[:length] for row, length in rows])
+        lengths = [now - start for now, start in zip(self.lengths, starts, strict=True)]
+        device = draft.num_tokens.device
+        return draft.cut(max(lengths))._replace(num_tokens=torch.tensor(lengths, device=device))
 
     def row_at(self, request: int, place: int) -> NDArray[np.int32] | None:
         """The mask row behind a place of a request's tree, [W] on the host; None if it is free.

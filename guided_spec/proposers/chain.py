@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class _Flying(NamedTuple):
-    """A member's draft that is under way, and ends the chain's.
+    """The draft of a member that ends chains; the host need not know it yet.
 
     ends: [B] tokens that the whole drafts hold at most.
     """
@@ -78,9 +78,9 @@ class _Turns:
     def fill(self, member: int, left: Sequence[int]) -> list[int]:
         """Another one drafts ``left`` [B] tokens at most, and the first behind it.
 
-        Returns what is left then. Nothing is drafted behind a draft that is under way.
+        Returns what is left then. Nothing is drafted behind a member that ends chains.
         """
-        batch, lookahead = self._batch, self._lookahead
+        batch, lookahead, proposer = self._batch, self._lookahead, self._members[member]
         if self.flying is not None:
             if self.last[member] is None:
                 answer = self.flying.flight.answer
@@ -91,11 +91,12 @@ class _Turns:
             return list(left)
         starts = lookahead.lengths
         ends = [start + most for start, most in zip(starts, left, strict=True)]
-        pause = self._members[0].interrupts(batch, lookahead)
+        # Nobody takes over from a member that ends chains: the device may have drawn it all.
+        pause = None if proposer.ends_chains else self._members[0].interrupts(batch, lookahead)
         with lookahead.until(ends), lookahead.pausing(pause):
             limits = tuple(map(min, batch.limits, ends))
             flight = self._begin(member, replace(batch, limits=limits))
-            if flight.is_underway:
+            if proposer.ends_chains:
                 self.flying = _Flying(flight, ends)
                 return list(left)
             self._walk(flight, starts)
@@ -133,11 +134,8 @@ class _ChainDraft(NamedTuple):
 
     @property
     def is_walked(self) -> bool:
-        return self.turns.flying is None
-
-    @property
-    def is_underway(self) -> bool:
-        return self.turns.flying is not None
+        flying = self.turns.flying
+        return flying is None or flying.flight.is_walked
 
     @property
     def answer(self) -> Callable[[], None] | None:
@@ -163,9 +161,9 @@ class Chain(Composed):
     """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
-    from there, and what its own words force comes behind them. A draft that is under way, as that
-    of ``chain:grammar_forced+eagle3`` on a GPU, ends the chain's: what it forces comes first in the
-    next step.
+    from there, and what its own words force comes behind them. A member that ``ends_chains``, as
+    the head of ``chain:grammar_forced+eagle3`` on a GPU, is the last: what its words force comes
+    first in the next step.
     """
 
     def __init__(self, context: ProposerContext) -> None:

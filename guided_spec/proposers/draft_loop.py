@@ -15,7 +15,6 @@ sampled under a mask is verified with its masked probabilities, and one sampled 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -130,10 +129,6 @@ class _Unwalked(NamedTuple):
         return False
 
     @property
-    def is_underway(self) -> bool:
-        return self.loop.is_underway
-
-    @property
     def answer(self) -> Callable[[], None] | None:
         return self.loop.answer
 
@@ -181,15 +176,11 @@ class DraftLoop:
         self._target_ids = None if vocabulary is None else vocabulary.target_ids
         self._chooser = chooser or DraftChooser(self._target_ids)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
-        masked = [one == "mask" for one in used_policies(batch, policy)]
-        # Free requests go with the masked ones where there are any: their download comes anyway.
-        is_waiting = any(
-            one and constraint is not None
-            for one, constraint in zip(masked, batch.constraints, strict=True)
-        )
         self._starts = [len(drafted) for drafted in lookahead.drafted]
         self._ends = draft_ends(batch, lookahead, range(len(batch)) if rows is None else rows)
-        self._is_later = [not (is_waiting and one) for one in masked]
+        # A request that needs no mask is walked once all is drawn, whoever is drafted for besides.
+        pairs = zip(used_policies(batch, policy), batch.constraints, strict=True)
+        self._is_later = [used != "mask" or constraint is None for used, constraint in pairs]
         # Of those that are walked as they draft: the others' turn comes later.
         self._waiting_ends = [
             start if later else end
@@ -212,11 +203,12 @@ class DraftLoop:
 
     def tables(self) -> TabledTexts | None:
         """Of those that draft under masks, whose rows the device can take from tables, if any's."""
-        ends = zip(self._starts, self._waiting_ends, strict=True)
+        ends = zip(self._starts, self._ends, strict=True)
         rows = [request for request, (start, end) in enumerate(ends) if end > start]
         if any(self._starts[row] for row in rows):
             return None
-        return self._lookahead.tabled(rows, self._batch.num_draft_tokens)
+        masked = [row for row in rows if not self._is_later[row]]
+        return self._lookahead.tabled(masked, self._batch.num_draft_tokens)
 
     def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         """Draw token after token; the last may still be on its way to the host."""
@@ -256,6 +248,8 @@ class DraftLoop:
         self._masked = _Masked(
             self._running.buffers, given, self._batch.num_draft_tokens, len(slots)
         )
+        # All requests are walked as they draft: the host is told every token anyway.
+        self._waiting_ends, self._most = self._ends, [0] * len(slots)
         # The device works on while whoever reads the draft launches what comes behind it: on the
         # forward of a block, or on the one behind the first token.
         if self._running.needs_host and not walk.scores_at_once:
@@ -278,11 +272,6 @@ class DraftLoop:
         lengths = to_device(most, ids.device)
         self._known = self._download_options()  # launched before anything is waited for
         return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
-
-    @property
-    def is_underway(self) -> bool:
-        """Whether the host has not waited for any of the tokens while they were drawn."""
-        return self._masked is not None or not self._is_waiting
 
     @property
     def answer(self) -> Callable[[], None] | None:
@@ -362,7 +351,8 @@ class DraftLoop:
             if reports is not None and self._tabled is not None and not self._is_waiting:
                 self._lookahead.accept_drawn(*reports.transpose(0, 1).tolist())
         if reports is not None and any(self._most):
-            self._lookahead.extend(self._own(reports[:, 0].T.tolist()))
+            drawn = zip(reports[:, 0].T.tolist(), self._most, strict=True)
+            self._lookahead.extend([row[:most] for row, most in drawn])
         drafted, refused = self._lookahead.drafted, self._lookahead.refused
         rows = []
         for request, start in enumerate(self._starts):
@@ -398,13 +388,6 @@ class DraftLoop:
         pairs = zip(self._batch.contexts, starts, strict=True)
         positions = [len(context) + start for context, start in pairs]
         return self._batch.draft_keys(to_device(positions, self._batch.device))
-
-    def _own(self, rows: list[list[int]]) -> list[list[int]]:
-        """[B] lists: the tokens of the requests that are walked now, as far as there are any."""
-        return [
-            list(takewhile(lambda token: token >= 0, row[:most]))
-            for row, most in zip(rows, self._most, strict=True)
-        ]
 
     def _ids(self) -> Tensor:
         """int64 [B, K]: what was drawn, 0 where there is none; K may be less."""

@@ -148,6 +148,11 @@ class DraftModel(Proposer):
         yield from self._model.capture(())
 
     @property
+    def ends_chains(self) -> bool:
+        """Where the proposer's own policy lets the host see the draft once it is made."""
+        return self._policy == "validate"
+
+    @property
     def runs_as(self) -> str:
         """As the model."""
         return self._model.runs_as

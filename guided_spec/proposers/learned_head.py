@@ -157,6 +157,11 @@ class LearnedHead(Proposer):
             yield from self._masked.capture()
 
     @property
+    def ends_chains(self) -> bool:
+        """As a draft model, and where graphs draft under masks while the host goes on."""
+        return self._policy == "validate" or (self._masked is not None and self._can_wait)
+
+    @property
     def reads_prompts(self) -> bool:
         """So that no step waits for thousands of tokens at once."""
         return True

@@ -19,7 +19,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import PROPOSERS, build_proposer
 from guided_spec.proposers.drafting import NoDraft
-from guided_spec.types import SamplingParams
+from guided_spec.types import DraftPolicy, SamplingParams
 from tests.cases import rotated
 from tests.engine.test_equality import PARAMS as GREEDY
 from tests.engine.test_equality import PROMPTS, SCHEMA, STORY_PAIR
@@ -126,6 +126,17 @@ def test_a_request_that_joins_while_others_run() -> None:
                 assert chunk.completion.token_ids == plain("llama")[chunk.prompt_index][0]
     assert late is not None
     assert late.token_ids == plain("llama")[5][0]
+
+
+def test_a_request_may_choose_its_policy() -> None:
+    policies: list[DraftPolicy | None] = ["validate", "mask", None] * len(PARAMS)
+    params = [
+        replace(one, draft_policy=policy) for one, policy in zip(PARAMS, policies, strict=False)
+    ]
+    chain = "chain:grammar_forced+draft_model"
+    with make_llm("llama", chain, near_copy("llama"), verifier="coupled") as llm:
+        outputs = llm.generate(PROMPTS, params)
+    assert [output.token_ids for output in outputs] == [tokens for tokens, _ in plain("llama")]
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "draft_model", *CHAINS[2:]])

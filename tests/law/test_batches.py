@@ -136,6 +136,7 @@ def one_budget(
     return FinishedDraft(draft, tuple(draft.num_tokens.tolist()))
 
 
+@pytest.mark.slow
 def test_one_budget_for_the_batch(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Chain, "begin", one_budget)
     company = COMPANIES["chain"]
@@ -144,6 +145,7 @@ def test_one_budget_for_the_batch(monkeypatch: Patch) -> None:
     assert found[:20] != [company.alone(seed) for seed in range(20)]
 
 
+@pytest.mark.slow
 def test_other_requests_draw_other_noise() -> None:
     """Equal seeds say nothing about pairs of texts; with the seed alone for a key they do."""
     first = [law(kind, lambda text: text[0]) for kind in (0, 1)]

@@ -274,6 +274,14 @@ def test_a_position_without_candidates_ends_a_draft_but_leaves_it_open() -> None
     assert lookahead.refused == [7]
 
 
+def test_no_token_ends_a_draft_and_closes_it() -> None:
+    """As it does for ``accept``."""
+    lookahead, _ = toy_lookahead(None)
+    assert lookahead.extend([[0, -1, 1]]) == [[0]]
+    assert lookahead.is_open == [False]
+    assert lookahead.refused == [None]
+
+
 def test_the_next_draft_may_overwrite_where_rows_come_from() -> None:
     lookahead, _ = toy_lookahead(ToyCompiled(text_rule([b"abcd"])))
     row = torch.full((1,), 5, dtype=torch.int32)

@@ -52,10 +52,6 @@ class Flight(NamedTuple):
         return False
 
     @property
-    def is_underway(self) -> bool:
-        return True
-
-    @property
     def answer(self) -> Callable[[], None]:
         return partial(self.answered.append, "answer")
 
@@ -71,6 +67,7 @@ class Launched(Proposer):
     """Drafts two tokens of each request, which nobody knows before they are finished."""
 
     aux_hidden_layers: tuple[int, ...] = (1,)
+    ends_chains = True
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, object | None]] = []
@@ -146,6 +143,23 @@ def test_members_continue_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [drafts([row])[0] for row in range(4)] == expected
 
 
+def test_a_draft_that_nobody_announced_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is walked whoever has a draft before it, and cut where a request's turn ends."""
+
+    class Silent(Fixed):
+        def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+            rows = zip(self._drafts, lookahead.is_open, strict=True)
+            return host_draft(batch, [row if is_open else [] for row, is_open in rows])
+
+    built = chain(monkeypatch, one=Fixed([[1], []]), two=Silent([[2, 2, 2], [3]]))
+    batch = toy_batch([[0], [0]], [None, None], k=2, limits=[8, 8])
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    draft = built.begin(batch, lookahead).finish()
+    assert lookahead.drafted == [[1, 2, 2, 1], [3, 3]]
+    assert draft.num_tokens.tolist() == [4, 2]
+    assert draft.token_ids.tolist() == [[1, 2, 2, 1], [3, 3, 0, 0]]
+
+
 @pytest.mark.parametrize("spec", ["chain:grammar_forced+ngram", "chain:ngram+grammar_forced"])
 def test_ragged_drafts_fit_the_mask_rows(spec: str) -> None:
     """The first request is forced at once, the second one only behind what lookup found."""
@@ -186,7 +200,7 @@ def test_a_draft_under_way_ends_the_chains(monkeypatch: pytest.MonkeyPatch) -> N
     batch = toy_batch([[0]] * 3, constraints, k=2, limits=[3, 8, 8])
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     flight = built.begin(batch, lookahead)
-    assert (flight.is_walked, flight.is_underway) == (False, True)
+    assert not flight.is_walked
     assert flight.most == (3, 2, 3)
     assert flight.draft.token_ids.tolist() == [[1, 1, 3], [3, 3, 0], [1, 3, 3]]
     assert lookahead.drafted == [[1, 1], [], [1]]

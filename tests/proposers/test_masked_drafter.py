@@ -189,9 +189,11 @@ def draft(
 
 @pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
 def test_a_chain_drafts_the_same_beside_a_penalty(
-    headed: Headed, temperatures: Sequence[float]
+    headed: Headed, monkeypatch: pytest.MonkeyPatch, temperatures: Sequence[float]
 ) -> None:
     """A neighbour's penalty keeps the graph from drafting, and ends no chain elsewhere."""
+    rules = [text_rule([b"a:bcd1", b"b:cda1", b"c:dab0"]), hashed_rule(3, share=0.1), None]
+    monkeypatch.setattr(sys.modules[__name__], "RULES", rules)
     found = []
     for penalty in (0.0, 2.0):
         proposer = build(headed, is_waiting=True, before="chain:grammar_forced+")

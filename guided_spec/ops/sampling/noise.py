@@ -1,6 +1,6 @@
 """Counter-based noise: a number is a function of (seed, position, stream, column), nothing else.
 
-A request's rows have its ``noise_key`` for a seed. So it draws the same noise alone and in any
+A request's rows have its ``request_key`` for a seed. So it draws the same noise alone and in any
 batch, and an accepted prefix never moves the noise of what follows. The generator is Philox4x32-10
 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit
 integer arithmetic that is exact on every device.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.types import Noise
+from guided_spec.types import Noise, SamplingParams, Verifier
 
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
@@ -31,21 +31,56 @@ _WEYL_1 = 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+# Parameters that a key leaves out: those that it has anyway, those that change no text, and those
+# that say where it ends. With the same seed a text is then cut earlier or later, as equal ones are.
+_HAD_ANYWAY = ("seed", "n", "grammar")
+_REPORTED = ("cache_salt", "logprobs", "logprobs_mode", "echo")
+_ENDS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "complete")
+_NOT_IN_KEYS = frozenset((*_HAD_ANYWAY, *_REPORTED, *_ENDS))
 
 
-def noise_key(seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None = None) -> int:
+def request_key(
+    seed: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    verifier: Verifier = "rejection",
+) -> int:
     """In [0, 2**63): which noise a request draws, the seed of its rows; alike in every process.
 
-    Equal seeds give other requests other noise. Otherwise the choices of one would foretell those
-    of another. Who compiles the grammar makes no difference.
+    Equal seeds give other requests other noise: they have another prompt, another grammar, or draw
+    or draft otherwise. Else the choices of one would foretell those of another. A coupled text is
+    the same under each draft policy, so its key leaves that out.
 
-    seed: in [0, 2**63).
+    seed: in [0, 2**63), of this sample.
+    """
+    left_out = _NOT_IN_KEYS | {"draft_policy"} if verifier == "coupled" else _NOT_IN_KEYS
+    known = [field for field in fields(params) if field.name not in left_out]
+    pairs = [(field, getattr(params, field.name)) for field in known]
+    # Those at their defaults are left out: a parameter that is added later changes no text.
+    given = [(field.name, _plain(value)) for field, value in pairs if value != field.default]
+    return noise_key(seed, prompt_ids, params.grammar, ascii(given) if given else "")
+
+
+def noise_key(
+    seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None = None, settings: str = ""
+) -> int:
+    """``request_key`` of what is told. Who compiles the grammar makes no difference.
+
+    settings: ASCII characters for the rest of what makes requests differ.
     """
     constraint = None if grammar is None else _constraint(grammar)
     found = blake2b(seed.to_bytes(8, "little"), digest_size=8)
     found.update(np.asarray(prompt_ids, dtype="<i8").tobytes())
     found.update(ascii(constraint).encode())  # no byte of it is 0, as the last of each token is
+    found.update(settings.encode())
     return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _plain(value: object) -> object:
+    """Equal numbers as the same one: 1 and 1.0, 0.0 and -0.0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) + 0.0
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def _constraint(grammar: GrammarSpec) -> tuple[object, ...]:

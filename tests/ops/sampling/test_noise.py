@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +17,10 @@ from guided_spec.ops.sampling.noise import (
     exponential_noise,
     noise_key,
     philox,
+    request_key,
     uniform_noise,
 )
+from guided_spec.types import SamplingParams
 
 LOW = 2**32 - 1
 SEEDS = st.integers(0, 2**63 - 1)
@@ -99,7 +104,7 @@ def test_keys_share_no_number() -> None:
 
 
 def test_a_noise_key_is_made_of_seed_prompt_and_grammar() -> None:
-    """And of nothing else: it is the same number in every process."""
+    """It is the same number in every process."""
     spec = GrammarSpec.regex("[a-d]\u00e9")
     keys = [
         noise_key(7, [1, 2]),
@@ -115,6 +120,67 @@ def test_a_noise_key_is_made_of_seed_prompt_and_grammar() -> None:
     assert all(0 <= key < 2**63 for key in keys)
     assert keys[0] == 4610928929769687676
     assert noise_key(7, (1, 2), spec.with_backend("xgrammar")) == noise_key(7, [1, 2], spec)
+
+
+LEFT_OUT: dict[str, Any] = {
+    "n": 3,
+    "cache_salt": "x",
+    "logprobs": 2,
+    "logprobs_mode": "masked",
+    "echo": True,
+    "max_tokens": 9,
+    "stop": ("x",),
+    "stop_token_ids": (3,),
+    "ignore_eos": True,
+    "complete": False,
+}
+OTHERWISE: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "logit_bias": {3: 1.0},
+    "bad_words": ("x",),
+    "allowed_token_ids": (3,),
+    "min_tokens": 1,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "presence_penalty": 1.5,
+    "draft_policy": "mask",
+}
+
+
+def test_requests_that_draw_or_draft_otherwise_have_other_keys() -> None:
+    """Not those that report other things, or end elsewhere."""
+    plain = SamplingParams(seed=1)
+    names = {field.name for field in fields(SamplingParams)}
+    assert names == {*OTHERWISE, *LEFT_OUT, "seed", "grammar"}
+    others = [replace(plain, **{name: value}) for name, value in OTHERWISE.items()]
+    keys = {request_key(7, [1, 2], one) for one in (plain, *others)}
+    assert len(keys) == 1 + len(OTHERWISE)
+    for name, value in LEFT_OUT.items():
+        alike = replace(plain, **{name: value})
+        assert request_key(7, [1, 2], alike) == request_key(7, [1, 2], plain)
+
+
+def test_equal_requests_have_equal_keys() -> None:
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"presence_penalty": -0.0}, {"presence_penalty": 0.0}),
+        ({"bad_words": "x"}, {"bad_words": ["x"]}),
+        ({"logit_bias": {3: 1, 2: 0.5}}, {"logit_bias": [(2, 0.5), (3, 1.0)]}),
+        ({"top_k": -1}, {}),
+    ]
+    for one, other in pairs:
+        found = [request_key(7, [1], SamplingParams(**params)) for params in (one, other)]
+        assert found[0] == found[1]
+    assert request_key(7, [1], SamplingParams()) == noise_key(7, [1])
+
+
+def test_a_coupled_key_leaves_the_draft_policy_out() -> None:
+    params = [SamplingParams(draft_policy=policy) for policy in (None, "mask", "validate")]
+    assert len({request_key(7, [1], one, "coupled") for one in params}) == 1
+    assert len({request_key(7, [1], one, "rejection") for one in params}) == 3
 
 
 def test_streams_differ() -> None:
