@@ -79,10 +79,11 @@ def test_every_fault_names_tests_and_a_page_that_are_there() -> None:
         assert (ROOT / fault.page).is_file(), fault.name
 
 
-def test_names_are_unique_and_each_subsystem_has_ten() -> None:
+def test_names_are_unique_and_each_subsystem_has_ten_or_more() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     counts = Counter(fault.subsystem for fault in FAULTS)
-    assert counts == dict.fromkeys(SUBSYSTEMS, 10)
+    assert sorted(counts) == sorted(SUBSYSTEMS)
+    assert min(counts.values()) >= 10
     assert not {fault.name for fault in FAULTS} & counts.keys()
 
 
@@ -90,7 +91,7 @@ def test_faults_are_chosen_by_name_or_subsystem() -> None:
     first = FAULTS[0]
     assert choose(FAULTS, []) == FAULTS
     assert choose(FAULTS, [first.name]) == [first]
-    assert [fault.subsystem for fault in choose(FAULTS, ["law"])] == ["law"] * 10
+    assert [fault.subsystem for fault in choose(FAULTS, ["law"])] == ["law"] * len([f for f in FAULTS if f.subsystem == "law"])
     with pytest.raises(ValueError, match="named nothing"):
         choose(FAULTS, ["law", "nothing"])
 
