@@ -91,7 +91,7 @@ def test_faults_are_chosen_by_name_or_subsystem() -> None:
     first = FAULTS[0]
     assert choose(FAULTS, []) == FAULTS
     assert choose(FAULTS, [first.name]) == [first]
-    assert [fault.subsystem for fault in choose(FAULTS, ["law"])] == ["law"] * len([f for f in FAULTS if f.subsystem == "law"])
+    assert {fault.subsystem for fault in choose(FAULTS, ["law"])} == {"law"}
     with pytest.raises(ValueError, match="named nothing"):
         choose(FAULTS, ["law", "nothing"])
 
