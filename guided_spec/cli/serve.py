@@ -18,7 +18,7 @@ from guided_spec.server.limits import ServerLimits
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.server.service import ServerSettings
 
-_PACKAGES = ("fastapi", "prometheus_client", "starlette", "uvicorn")
+_PACKAGES = ("fastapi", "httptools", "prometheus_client", "starlette", "uvicorn")
 _KEY_VARIABLE = "GUIDED_SPEC_API_KEY"
 OWN = "guided_spec"
 
@@ -36,6 +36,11 @@ Key = Annotated[
     ),
 ]
 
+Host = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", help="Names it answers to; repeat it. * is any."),
+]
+
 
 @with_options
 def serve(
@@ -50,6 +55,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Name = None,
     api_key: Key = None,
+    allowed_host: Host = None,
     limits: ServerLimits,
     engine: Annotated[str, typer.Option(help="guided_spec; vllm is vLLM's own server.")] = OWN,
     engine_options: Annotated[str | None, typer.Option(help="JSON: further ones of vLLM.")] = None,
@@ -64,7 +70,7 @@ def serve(
     sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
     arguments = {"proposer": proposer, **sizes}
     require_one_of("--engine", engine, SERVERS)
-    site = Site(host, port, names, keys, limits)
+    site = Site(host, port, names, keys, tuple(allowed_host or ()), limits)
     SERVERS[engine](load, arguments, site, engine_options)
 
 
@@ -75,6 +81,7 @@ class Site(NamedTuple):
     port: int
     names: tuple[str, ...]
     keys: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
     limits: ServerLimits
 
 
@@ -87,7 +94,9 @@ def _serve_own(
     _require_packages()
     from guided_spec.server.service import ServerSettings
 
-    settings = ServerSettings(model_names=site.names, api_keys=site.keys, **asdict(site.limits))
+    own: dict[str, Any] = {"model_names": site.names, "api_keys": site.keys}
+    own["allowed_hosts"] = site.allowed_hosts
+    settings = ServerSettings(**own, **asdict(site.limits))
     _serve(load, others, settings, site.host, site.port)
 
 
@@ -98,6 +107,9 @@ def _serve_vllm(
     from guided_spec.engine.runner import Wanted
     from guided_spec.integrations.vllm.arguments import run, serve_command
 
+    if site.allowed_hosts:
+        fix = "vLLM's server has no such option: leave it out"
+        raise ConfigError("--allowed-host", list(site.allowed_hosts), fix)
     for field in fields(site.limits):
         name, value = field.name, getattr(site.limits, field.name)
         if value != field.default and (name, value) != ("playground", False):
@@ -140,12 +152,12 @@ def _require_packages() -> None:
 def _serve(
     load: ModelOptions, others: dict[str, Any], settings: ServerSettings, host: str, port: int
 ) -> None:
-    from guided_spec.engine.process import EngineProcess
+    from guided_spec.engine.process import EngineProcess, frozen_heap
     from guided_spec.server.app import serve as run_server
 
     with working("loading the model"):
         llm = EngineProcess(**load.arguments(**others))
-    with llm:
+    with llm, frozen_heap():
         run_server(llm, settings, host, port, until=llm.ended)
         if llm.ended.done():
             llm.ended.result()  # raises why

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
 import signal
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -20,7 +23,8 @@ from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 
 import guided_spec
-from guided_spec.engine.chat import ChatOptions
+from guided_spec.server.connection import BoundedConnection
+from guided_spec.server.drain import Drain, StoppableRequests
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -29,6 +33,7 @@ from guided_spec.server.endpoints.bodies import (
 )
 from guided_spec.server.endpoints.chat import ChatAnswer
 from guided_spec.server.endpoints.completions import CompletionAnswer
+from guided_spec.server.endpoints.reading import BodyRoute
 from guided_spec.server.endpoints.replies import (
     ChatReply,
     CompletionReply,
@@ -38,14 +43,21 @@ from guided_spec.server.endpoints.replies import (
     TokenizeReply,
 )
 from guided_spec.server.endpoints.responses import ResponseAnswer
-from guided_spec.server.endpoints.sampling import plain_messages, template_variables
-from guided_spec.server.faults import add_handlers, invalid_value, json_response
-from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
+from guided_spec.server.endpoints.tokens import tokenized
+from guided_spec.server.faults import add_handlers, json_response
+from guided_spec.server.middleware import (
+    BoundedBody,
+    CountedRequests,
+    KnownHost,
+    RequiredKey,
+    TracedRequests,
+)
 from guided_spec.server.service import ServedModel, ServerSettings, Service
 from guided_spec.server.streaming import open_stream, whole_answer
 from guided_spec.trace.page import asset, legend
 
 _DONE = b"data: [DONE]\n\n"
+_LAST_SECONDS = 5.0  # to tell clients that their requests are cut off
 _MOST_TOKENS = 256  # what the playground's form says at first
 _KEY = """<p class="field"><label for="key">API key</label>
 <input id="key" type="password" autocomplete="off" required></p>"""
@@ -83,9 +95,20 @@ def _exit(_number: int, _frame: FrameType | None) -> None:
 def build_server(
     llm: ServedModel, settings: ServerSettings, host: str, port: int
 ) -> uvicorn.Server:
-    """A server that is not running yet. port: 0 takes a free one."""
+    """A server that is not running yet. port: 0 takes a free one.
+
+    Without keys and ``settings.allowed_hosts``, a server of this machine alone answers to its
+    loopback names alone: a browser would let a page of any site ask it under the site's name.
+    """
+    names = ("localhost", "127.0.0.1", "::1")
+    is_open = not settings.api_keys and (host in names or host.startswith("127."))
+    if is_open or settings.allowed_hosts:
+        allowed = dict.fromkeys([*settings.allowed_hosts, *names, host])
+        settings = replace(settings, allowed_hosts=tuple(allowed))
+    connection: Any = partial(BoundedConnection, limits=settings)
     config = uvicorn.Config(
         build_app(llm, settings),
+        http=connection,
         host=host,
         port=port,
         log_level="info",
@@ -104,14 +127,23 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
     Any ASGI server runs it; ``serve`` does so with uvicorn.
     """
     settings = ServerSettings() if settings is None else settings
-    service = Service(llm, settings)
+    service, drain = Service(llm, settings), Drain()
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await drain.wait(_LAST_SECONDS)
+        service.workers.close()
+
     app = FastAPI(
+        lifespan=lifespan,
         title="guided_spec",
         version=guided_spec.__version__,
         docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
         responses={code: {"model": _FaultReply} for code in ("4XX", "5XX")},
     )
+    app.router.route_class = BodyRoute
     add_handlers(app)
     _add_model_paths(app, service)
     _add_text_paths(app, service)
@@ -122,6 +154,9 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
     # The one that is added last sees a request first.
     app.add_middleware(BoundedBody, settings=settings)
     app.add_middleware(RequiredKey, keys=settings.api_keys)
+    if settings.allowed_hosts:
+        app.add_middleware(KnownHost, names=settings.allowed_hosts)
+    app.add_middleware(StoppableRequests, drain=drain)
     app.add_middleware(TracedRequests)
     app.add_middleware(CountedRequests, metrics=service.metrics, paths=paths)
     return app
@@ -157,7 +192,8 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=_documented(ResponseReply))
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Respond to a conversation."""
-        return await _answered(request, body, ResponseAnswer(service, body))
+        answer = await service.workers.run(lambda: ResponseAnswer(service, body))
+        return await _answered(request, body, answer)
 
 
 async def _answered(
@@ -176,27 +212,8 @@ def _add_tokenize_path(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}})
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a prompt."""
-        service.require_model(body.model)
-        prompt: Any = body.prompt
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid_value("pass prompt or messages", "prompt")
-        if body.messages is not None:
-            messages = plain_messages(body.messages, knows_developer=service.knows_developer)
-            variables = template_variables(body.chat_template_kwargs)
-            options: ChatOptions = {"chat_template_kwargs": variables}
-            prepare = service.llm.prepare_chat
-            prepared = await asyncio.to_thread(prepare, messages, body.tools, **options)
-            prompt = prepared.prompt_ids
-        param = "prompt" if body.messages is None else "messages"
-        (token_ids,) = await service.encode([prompt], param)
-        texts = [service.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
-        reply = TokenizeReply(
-            count=len(token_ids),
-            max_model_len=service.llm.max_model_len,
-            tokens=token_ids,
-            token_strs=texts if body.return_token_strs else None,
-        )
-        return json_response(reply.model_dump())
+        with service.admission.hold(1):
+            return await tokenized(service, body)
 
 
 def _add_playground(app: FastAPI, service: Service) -> None:

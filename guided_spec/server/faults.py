@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from guided_spec.errors import (
     BudgetTooSmallError,
     ConfigError,
     GrammarCompileError,
+    GrammarWorkerError,
     GuidedSpecError,
     NoTokenLeftError,
     PromptError,
@@ -92,8 +93,15 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
             message = error.reason if isinstance(error, BudgetTooSmallError) else str(error)
             return ApiError(400, message, code=code, param=found or param)
     if isinstance(error, RequestCancelledError):
-        return ApiError(503, "the server is stopping; ask again", code="stopping")
+        return stopping()
+    if isinstance(error, GrammarWorkerError):
+        return ApiError(503, str(error), code="grammar_worker", param=param)
     return ApiError(500, str(error), code=type(error).__name__)
+
+
+def stopping() -> ApiError:
+    """The request is cut off, because the server stops."""
+    return ApiError(503, "the server is stopping; ask again", code="stopping")
 
 
 def invalid_value(message: str, param: str | None) -> ApiError:
@@ -152,7 +160,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> Response:
-        return _validation_fault(error).response()
+        return validation_fault(error.errors()).response()
 
     @app.exception_handler(404)
     async def _unknown_path(request: Request, _error: Exception) -> Response:
@@ -167,8 +175,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(400)
     async def _unreadable(_request: Request, _error: Exception) -> Response:
-        message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
-        return ApiError(400, message, code="invalid_json").response()
+        return unreadable_body().response()
 
     @app.exception_handler(Exception)
     async def _fault_of_ours(_request: Request, error: Exception) -> Response:
@@ -176,19 +183,23 @@ def add_handlers(app: FastAPI) -> None:
         return ApiError(500, message, code="internal_error").response()
 
 
-def _validation_fault(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong: where, and what is expected there."""
-    first = error.errors()[0]
+def unreadable_body() -> ApiError:
+    """A body that is JSON for nobody, or for others than this server."""
+    message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
+    return ApiError(400, message, code="invalid_json")
+
+
+def validation_fault(faults: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong: where, and what is expected there.
+
+    faults: pydantic's details of them, at least one.
+    """
+    first = faults[0]
     place = [str(part) for part in first["loc"] if part != "body"]
-    match first["type"]:
-        case "json_invalid":
-            reason = first.get("ctx", {}).get("error", "")
-            message = f"the body is no JSON: {reason} at character {first['loc'][-1]}"
-            return ApiError(400, message, code="invalid_json")
-        case "extra_forbidden":
-            return unknown_parameter(".".join(place))
+    if first["type"] == "extra_forbidden":
+        return unknown_parameter(".".join(place))
     reasons = [first["msg"]]
-    others = [e["msg"] for e in error.errors()[1:] if e["loc"][:2] == first["loc"][:2]]
+    others = [e["msg"] for e in faults[1:] if e["loc"][:1] == first["loc"][:1]]
     if others:  # none of the kinds of values that the argument may have
         place = place[:1]
         reasons = list(dict.fromkeys([*reasons, *others]))

@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
 
 from guided_spec.server.faults import ApiError
 from guided_spec.server.metrics import Metrics
 from guided_spec.server.service import ServerSettings
 from guided_spec.server.spans import open_span
+from guided_spec.server.workers import BODY_BYTES
 
 # A digest of the key; "" without keys. Set for each request before its endpoint runs.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -121,6 +123,44 @@ class RequiredKey:
         return any([hmac.compare_digest(given, digest) for digest in self._digests])  # noqa: C419
 
 
+class KnownHost:
+    """Lets only requests through whose ``Host`` is a name of this server.
+
+    A page of any site can give its own name this machine's address and ask for what is served here;
+    the browser then sends the site's name. A client that sends none is no browser.
+    """
+
+    def __init__(self, app: Application, names: Collection[str]) -> None:
+        self._app = app
+        self._names = {name.lower() for name in names}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and "*" not in self._names:
+            for header, value in scope["headers"]:
+                if header == b"host" and _host_name(value) not in self._names:
+                    await _unknown_host(value).response()(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _host_name(host: bytes) -> str | None:
+    """Without the port; None for what is no name."""
+    try:
+        return urlsplit(f"//{host.decode('latin-1')}").hostname
+    except ValueError:
+        return None
+
+
+def _unknown_host(host: bytes) -> ApiError:
+    shown = host.decode("latin-1")
+    message = (
+        f"Host: {shown!r:.80} is no name of this server; use its address, or start it with this "
+        "name as --allowed-host or with an --api-key"
+    )
+    return ApiError(403, message, code="unknown_host")
+
+
 class BoundedBody:
     """Reads a request's body, up to a length and for a time, before anything else sees it."""
 
@@ -145,6 +185,7 @@ class BoundedBody:
             return
         if body is None:
             return  # the client has left
+        BODY_BYTES.set(len(body))
         left = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
+import inspect
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, Unpack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, Unpack
 
 from guided_spec.engine.chat import ChatOptions, ChatRequest
 from guided_spec.engine.outputs import Chunk, OnError, Params
@@ -18,11 +17,13 @@ from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_field_kinds
+from guided_spec.server.admission import Admission, Sample, Slots
 from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
-from guided_spec.types import SamplingParams
+from guided_spec.server.workers import Workers
+from guided_spec.types import MAX_SEED, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,11 @@ class ServerSettings(ServerLimits):
     api_keys: a request must bring one of them; with none, every request is served.
     max_queue: samples that may wait for a slot; a request that would make it more is refused (429).
     max_samples: ``n`` times the prompts of one request, at most.
-    max_body_bytes: of a request. body_seconds: in which it must have come.
+    allowed_hosts: names that a ``Host`` header may have, "*" for any; with none, all are taken, but
+        see ``app.build_server``.
+    max_body_bytes: of a request. head_seconds, body_seconds: in which its headers and then its body
+        must have come.
+    write_seconds: after which a client that reads nothing of its answer is cut off.
     max_schema_bytes: of one request's schema or grammar, and of its tools together.
     max_prompt_tokens, max_output_tokens: of one sample; None is what the model's context leaves.
     tool_format: how calls are written, where the chat template does not tell; see ``TOOL_FORMATS``.
@@ -46,11 +51,13 @@ class ServerSettings(ServerLimits):
 
     model_names: tuple[str, ...] = ("bundled",)
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_texts("api_keys", self.api_keys)
         require_field_kinds(self)
         _require_texts("model_names", self.model_names)
+        _require_texts("allowed_hosts", self.allowed_hosts)
         if self.tool_format is not None:
             get_tool_format(self.tool_format)
         for field in fields(self):
@@ -67,10 +74,6 @@ def _require_texts(name: str, values: object) -> None:
             shown = "***" if name == "api_keys" else value  # a key is no part of any message
             fix = "must be a list, each a non-empty str of printable characters"
             raise ConfigError(name, shown, fix)
-
-
-_SHARE_OF_LAST = 0.2  # in the mean of how long samples take
-_LONGEST_WAIT = 60
 
 
 class ServedModel(Protocol):
@@ -113,18 +116,34 @@ class ServedModel(Protocol):
         """The texts as they grow; closing it cancels the rest."""
 
 
+def template_arguments(tokenizer: Any) -> frozenset[str]:
+    """The names that a chat template's variables cannot have: they steer how it is rendered."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    names = {name for name, each in own.items() if each.kind is not each.VAR_KEYWORD}
+    return frozenset({*names, "messages", "self"} - {"documents"})  # these a template reads
+
+
 class Service:
     """Shared by all requests of a server; used by one event loop."""
 
     def __init__(self, llm: ServedModel, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.metrics = Metrics(lambda: llm.load)
+        self.metrics = Metrics(self._load)
         self.admission = Admission(llm.load.num_slots, settings.max_queue)
+        self.workers = Workers()
+        self._slots = Slots(llm.load.num_slots)
         self.started = int(time.time())
         template = llm.tokenizer.chat_template
         self.knows_developer = isinstance(template, str) and "developer" in template
         self._token_names = {token: name for name, token in llm.vocabulary.added_tokens}
+        shown = max(map(len, llm.vocabulary.text_bytes))
+        self._longest_token = max(shown, *map(len, self._token_names.values()), 1)
+        self.template_arguments = template_arguments(llm.tokenizer)
+
+    def _load(self) -> Load:
+        load = self.llm.load
+        return load._replace(waiting=load.waiting + self._slots.num_waiting)
 
     @property
     def model_name(self) -> str:
@@ -153,20 +172,32 @@ class Service:
             message = f"the request asks for {num_samples} texts, and {limit} is the most"
             raise invalid_value(message, "n")
 
+    def require_length(
+        self, length: int, param: str, *, unit: Literal["characters", "tokens"]
+    ) -> None:
+        """Raise ApiError for a prompt that cannot fit, before it is tokenized."""
+        limit, most = self.settings.max_prompt_tokens, self.llm.max_model_len - 1
+        reason = f"only {most} tokens fit before the first generated one"
+        if limit is not None and limit <= most:
+            most, reason = limit, f"this server takes {limit} tokens"
+        if length > most * (self._longest_token if unit == "characters" else 1):
+            message = f"the prompt has {length} {unit}, and {reason}; send less"
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
+
     async def encode(self, prompts: Sequence[Any], param: str) -> list[list[int]]:
         """The tokens of prompts, off the event loop.
 
         param: the argument that they came in. Raises ApiError, for prompts that are too long too.
         """
+        for prompt in prompts:
+            unit: Any = "characters" if isinstance(prompt, str) else "tokens"
+            self.require_length(len(prompt), param, unit=unit)
         try:
-            encoded = await asyncio.to_thread(lambda: [self.llm.encode(one) for one in prompts])
+            encoded = await self.workers.run(lambda: [self.llm.encode(one) for one in prompts])
         except PromptError as error:
             raise api_error(error, param) from error
-        limit = self.settings.max_prompt_tokens
-        for length in map(len, encoded):
-            if limit is not None and length > limit:
-                message = f"the prompt has {length} tokens, and this server takes {limit}"
-                raise ApiError(400, message, code="context_length_exceeded", param=param)
+        for token_ids in encoded:
+            self.require_length(len(token_ids), param, unit="tokens")
         return encoded
 
     async def chunks(
@@ -184,7 +215,17 @@ class Service:
         Raises ApiError for a sample that fails.
         """
         current_span().tell_params(params)
-        stream = self.llm.astream(list(prompts), params, on_error="return", trace=is_traced)
+
+        def start(sample: Sample) -> AsyncGenerator[Chunk, None]:
+            prompt, index = prompts[sample.prompt_index], sample.sample_index
+            seed = params.seed
+            if seed is not None:  # as the engine numbers the samples of one request
+                seed = (seed + index) % (MAX_SEED + 1)
+            one = replace(params, n=1, seed=seed)
+            return self.llm.astream([prompt], one, on_error="return", trace=is_traced)
+
+        samples = [Sample(at, i) for at in range(len(prompts)) for i in range(params.n)]
+        stream = start(samples[0]) if len(samples) == 1 else self._slots.run(samples, start)
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
@@ -203,46 +244,3 @@ class Service:
     def ends_text(self, token_id: int) -> bool:
         """Whether the token only says that the text is over."""
         return token_id in self.llm.vocabulary.stop_token_ids
-
-
-class Admission:
-    """Refuses requests for which there is no room; those that wait take some too.
-
-    num_slots: samples that run at once. max_queue: samples that may wait besides.
-    """
-
-    def __init__(self, num_slots: int, max_queue: int) -> None:
-        self._num_slots = num_slots
-        self._capacity = num_slots + max_queue
-        self._taken = 0
-        self._mean_seconds = 0.0
-
-    @property
-    def num_taken(self) -> int:
-        """Samples of requests that have not ended."""
-        return self._taken
-
-    @contextmanager
-    def enter(self, num_samples: int) -> Iterator[None]:
-        """Hold room for a request. Raises ApiError, 429, where there is none.
-
-        A request of more samples than there is room at all is served while nothing else is.
-        """
-        if self._taken and self._taken + num_samples > self._capacity:
-            seconds = self.seconds_to_wait()
-            message = f"{self._taken} samples run or wait already; ask again in {seconds} s"
-            headers = {"Retry-After": str(seconds)}
-            raise ApiError(429, message, code="queue_full", headers=headers)
-        self._taken += num_samples
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._taken -= num_samples
-            taken = time.perf_counter() - began
-            self._mean_seconds += _SHARE_OF_LAST * (taken - self._mean_seconds)
-
-    def seconds_to_wait(self) -> int:
-        """When there may be room again, by how long the last requests took; at least 1."""
-        rounds = self._taken / self._num_slots
-        return max(1, min(_LONGEST_WAIT, math.ceil(rounds * self._mean_seconds)))

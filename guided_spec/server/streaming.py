@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from guided_spec.errors import GuidedSpecError
-from guided_spec.server.faults import ApiError, api_error, json_response
+from guided_spec.server.faults import ApiError, api_error, json_response, stopping
 from guided_spec.server.middleware import Message, Receive, Send
 from guided_spec.server.spans import current_span
 
@@ -79,7 +79,10 @@ async def _end(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Sends events until they end or the client leaves, and closes them in both cases."""
+    """Sends events until they end or the client leaves, and closes them in both cases.
+
+    Where its task is cancelled, which a server that stops does, the client is told.
+    """
 
     media_type = "text/event-stream"
 
@@ -89,6 +92,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._last = last
+        self._has_begun = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -102,6 +106,11 @@ class EventStream(Response):
                 sending.result()
             else:
                 current_span().tell_status(499, "client_left")
+        except asyncio.CancelledError:
+            if self._has_begun and not sending.done():
+                await _end(sending)
+                await self._send_end(send, stopping())
+            raise
         finally:
             await _end(sending)
             await _end(leaving)
@@ -109,13 +118,20 @@ class EventStream(Response):
 
     async def _send_all(self, start: Message, send: Send) -> None:
         await send(start)
+        self._has_begun = True
+        fault: ApiError | None = None
         await send(_body(self._first))
         try:
             async for piece in self._events:
                 await send(_body(piece))
         except GuidedSpecError as error:
-            await send(_body(_failure(api_error(error))))
-        except ApiError as fault:
+            fault = api_error(error)
+        except ApiError as error:
+            fault = error
+        await self._send_end(send, fault)
+
+    async def _send_end(self, send: Send, fault: ApiError | None) -> None:
+        if fault is not None:
             await send(_body(_failure(fault)))
         await send(_body(self._last, more_body=False))
 

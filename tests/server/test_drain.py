@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -75,15 +76,44 @@ def test_drain_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert asker.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_drain_has_an_end(llm: LLM) -> None:
+def test_a_drain_has_an_end(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """What runs or waits is told so: by an event, or by a status."""
+    waited: list[httpx.Response] = []
+    long = {**BODY, "n": 4, "max_tokens": 900}
     with running(llm, drain_seconds=1) as served:
-        asker = Asker(served.url, {**BODY, "max_tokens": 900})
+
+        def wait() -> None:
+            waited.append(served.post("/v1/completions", long))
+
+        asker, waiter = Asker(served.url, long), threading.Thread(target=wait)
         asker.start()
         assert asker.has_begun.wait(PATIENCE)
+        waiter.start()
+        until(lambda: served.metrics()["guided_spec_waiting_samples"] >= 3)
         served.server.should_exit = True
         asker.join(PATIENCE)
-    assert "[DONE]" not in asker.text
+        waiter.join(PATIENCE)
+    assert '"code":"stopping"' in asker.text
+    assert asker.text.endswith("data: [DONE]\n\n")
+    assert waited[0].status_code == 503
+    assert waited[0].json()["error"]["code"] == "stopping"
+    assert not [record for record in caplog.records if record.exc_info]
     until(lambda: llm.load.running == 0)
+
+
+def test_a_body_that_is_still_coming_is_told_too(llm: LLM) -> None:
+    with running(llm, drain_seconds=1) as served, socket.socket() as slow:
+        slow.settimeout(PATIENCE)
+        slow.connect(("127.0.0.1", served.port))
+        head = "POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        slow.sendall(head.encode())
+        until(lambda: len(served.server.server_state.tasks) == 1)
+        served.server.should_exit = True
+        reply = b""
+        while piece := slow.recv(4096):
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 503 ")
+    assert b'"code": "stopping"' in reply
 
 
 @pytest.mark.slow

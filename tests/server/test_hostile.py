@@ -33,7 +33,7 @@ def attacked(llm: LLM) -> Iterator[Running]:
 
 
 def head(length: int, path: str = CHAT) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
@@ -188,7 +188,7 @@ def test_a_client_that_does_not_read(attacked: Running) -> None:
 
 def test_a_thousand_connections(attacked: Running) -> None:
     """Some say nothing, some a part, the others all of a request; and all are there at once."""
-    said = (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    said = (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     with ExitStack() as stack:
         open_ = [stack.enter_context(closing(connect(attacked))) for _ in range(1000)]
         until(lambda: len(attacked.server.server_state.connections) == 1000)

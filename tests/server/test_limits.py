@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -9,10 +12,13 @@ import openai
 import pytest
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Chunk
 from guided_spec.errors import ConfigError
+from guided_spec.server.admission import Admission, Sample, Slots
 from guided_spec.server.faults import ApiError
-from guided_spec.server.service import Admission, ServerSettings
-from tests.server.running import BOOK, running
+from guided_spec.server.service import ServerSettings
+from guided_spec.types import SamplingParams
+from tests.server.running import BOOK, LONG, running
 
 
 def test_keys(llm: LLM) -> None:
@@ -97,10 +103,97 @@ def test_room_is_given_back() -> None:
 
 def test_the_wait_follows_what_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("guided_spec.server.service.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("guided_spec.server.admission.time.perf_counter", lambda: now[0])
     admission = Admission(num_slots=1, max_queue=0)
     for _ in range(40):
         with admission.enter(1):
             now[0] += 10.0
     with admission.enter(1):
         assert admission.seconds_to_wait() == 10
+
+
+class Texts:
+    """Samples of one word each, which end when they are told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[Sample] = []
+        self.ends: dict[Sample, asyncio.Event] = {}
+
+    async def start(self, sample: Sample) -> AsyncGenerator[Chunk, None]:
+        """A sample as an engine numbers it that knows no other."""
+        self.begun.append(sample)
+        await self.ends.setdefault(sample, asyncio.Event()).wait()
+        if sample.sample_index == 99:
+            raise ApiError(500, "it failed")
+        yield Chunk(0, 0, "word")
+
+
+async def _settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_one_request_leaves_a_slot_to_others() -> None:
+    async def main() -> None:
+        slots, first, second = Slots(num_slots=4), Texts(), Texts()
+
+        async def all_of(texts: Texts, count: int) -> set[tuple[int, int]]:
+            samples = [Sample(0, at) for at in range(count)]
+            async with aclosing(slots.run(samples, texts.start)) as chunks:
+                return {(chunk.prompt_index, chunk.sample_index) async for chunk in chunks}
+
+        many = asyncio.create_task(all_of(first, 6))
+        await _settled()
+        assert (len(first.begun), slots.num_waiting) == (3, 3)
+        other = asyncio.create_task(all_of(second, 2))
+        await _settled()
+        assert (len(second.begun), slots.num_waiting) == (1, 4)
+        for count in (4, 5, 6):  # one enters for each that ends
+            first.ends[first.begun[count - 4]].set()
+            await _settled()
+            assert len(first.begun) + len(second.begun) == count + 1
+        other.cancel()
+        while not many.done():
+            for event in first.ends.values():
+                event.set()
+            await _settled()
+        assert await many == {(0, at) for at in range(6)}
+        assert slots.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_sample_that_fails_ends_the_others() -> None:
+    async def main() -> None:
+        slots, texts = Slots(num_slots=8), Texts()
+        texts.ends[Sample(0, 99)] = asyncio.Event()
+        texts.ends[Sample(0, 99)].set()
+        samples = [Sample(0, 0), Sample(0, 99), *(Sample(0, at) for at in range(1, 9))]
+        with pytest.raises(ApiError, match="it failed"):
+            async for _ in slots.run(samples, texts.start):
+                pass
+        assert slots.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_small_request_does_not_wait_for_one_that_fills_the_slots(llm: LLM) -> None:
+    with running(llm) as served:
+        body = {"prompt": "A", "n": 8, **LONG, "stream": True}
+        url = f"{served.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            small = served.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2})
+            assert small.status_code == 200
+            assert served.metrics()["guided_spec_waiting_samples"] > 0
+        served.require_service()
+
+
+def test_samples_are_the_engine_s(llm: LLM) -> None:
+    """However they enter, each has the seed that ``LLM.generate`` gives it."""
+    asked: dict[str, Any] = {"n": 6, "seed": 5, "temperature": 1.0, "max_tokens": 8}
+    alone = llm.generate("Hello", SamplingParams.from_model(llm.model, **asked))[0]
+    with running(llm) as served:
+        choices = served.post("/v1/completions", {"prompt": "Hello", **asked}).json()["choices"]
+    assert [choice["text"] for choice in choices] == [one.text for one in alone.completions]

@@ -8,11 +8,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
-# Each of these costs every step of the engine something, and so every other client.
-_Texts = Annotated[list[str], Field(max_length=64)]
-_Tokens = Annotated[list[int], Field(max_length=1024)]
+
+def _require_few(most: int) -> BeforeValidator:
+    """Refuses a longer object before its items are looked at."""
+
+    def require(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > most:
+            context = {"field_type": "Object", "max_length": most, "actual_length": len(given)}
+            raise PydanticKnownError("too_long", context)
+        return given
+
+    return BeforeValidator(require)
+
+
+# The first item that is wrong ends the reading of a list: errors cost more than items. Each of the
+# short ones costs every step of the engine something, and so every other client.
+_First = Field(fail_fast=True)
+_ShortText = Annotated[str, Field(max_length=1024)]
+_Texts = Annotated[list[_ShortText], Field(max_length=64, fail_fast=True)]
+_Tokens = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
+_AllTexts = Annotated[list[str], _First]
+_AllTokens = Annotated[list[int], _First]
+_Objects = Annotated[list[dict[str, Any]], _First]
 
 
 class _Strict(BaseModel):
@@ -25,7 +45,12 @@ class _Strict(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        asked = {name: value for name, value in given.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in asked if name not in known]
+        for name in unknown[1:]:  # one is refused, and says so
+            del asked[name]
+        return asked
 
 
 class StreamOptions(_Strict):
@@ -40,7 +65,7 @@ class StructuredOutputs(_Strict):
 
     json_: Any = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: _AllTexts | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -70,9 +95,9 @@ class SamplingBody(_Body):
     max_tokens: int | None = Field(None, ge=1)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[int, float], _require_few(1024)] | None = None
     seed: int | None = None
-    stop: str | _Texts | None = None
+    stop: _ShortText | _Texts | None = None
 
     # vLLM's
     top_k: int | None = None
@@ -81,13 +106,13 @@ class SamplingBody(_Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: _Tokens | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: _AllTokens | None = None
     bad_words: _Texts | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: _AllTexts | None = None
     guided_grammar: str | None = None
     cache_salt: str | None = Field(None, max_length=1024)
 
@@ -105,15 +130,15 @@ class SamplingBody(_Body):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: _Objects = Field(min_length=1)
+    tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _First] | None = None
     prediction: Any = None  # a hint for speed, and nothing else
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -121,7 +146,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _AllTexts | _AllTokens | Annotated[list[_AllTokens], _First]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None
@@ -132,8 +157,8 @@ class TokenizeBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: _Objects | None = Field(None, min_length=1)
+    tools: _Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -151,17 +176,17 @@ class ReasoningOptions(_Strict):
 class ResponsesBody(_Body):
     """``POST /v1/responses``. The last two are accepted and change nothing."""
 
-    input: str | list[dict[str, Any]]
+    input: str | _Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _require_few(64)] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
 
-    include: list[str] | None = None
+    include: _AllTexts | None = None
     stream_options: Any = None

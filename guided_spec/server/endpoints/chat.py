@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -69,15 +68,16 @@ class ChatRun:
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
         service = self._service
         with service.admission.enter(self.num_samples):
-            asked = asked_grammar(self._body, service.settings.max_schema_bytes)
+            body, max_bytes = self._body, service.settings.max_schema_bytes
+            asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
             try:
-                request = await asyncio.to_thread(self._prepare, asked.spec)
+                request = await service.workers.run(lambda: self._prepare(asked.spec))
             except PromptError as error:
                 raise api_error(error, "messages") from error
             prompts = await service.encode([request.prompt_ids], "messages")
             self._tally.count_prompts(prompts)
-            param = asked.param or ("tools" if self._body.tools else None)
-            is_traced = self._body.trace is not None
+            param = asked.param or ("tools" if body.tools else None)
+            is_traced = body.trace is not None
             args = (prompts, request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
@@ -96,7 +96,7 @@ class ChatRun:
         if wanted is None:
             wanted, param = body.max_tokens, "max_tokens"
         limit = service.max_tokens(wanted, param)
-        variables = template_variables(body.chat_template_kwargs)
+        variables = template_variables(body.chat_template_kwargs, service.template_arguments)
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
         options: ChatOptions = {
@@ -113,6 +113,8 @@ class ChatRun:
         if body.tools:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
         messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+        length = sum(len(message["content"]) for message in messages)
+        service.require_length(length, "messages", unit="characters")
         return service.llm.prepare_chat(messages, body.tools or None, **options)
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.server.endpoints.bodies import CompletionBody
@@ -23,15 +23,22 @@ from guided_spec.server.endpoints.replies import (
     Usage,
     completion_logprobs,
 )
-from guided_spec.server.endpoints.sampling import asked_grammar, sampling_params
+from guided_spec.server.endpoints.sampling import AskedGrammar, asked_grammar, sampling_params
 from guided_spec.server.faults import invalid_value
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
-from guided_spec.types import TokenLogprobs
+from guided_spec.types import SamplingParams, TokenLogprobs
 
 _OPENAIS_MAX_TOKENS = 16  # of free text where the request does not say
+
+
+class _Asked(NamedTuple):
+    """A grammar, and the parameters that hold it."""
+
+    grammar: AskedGrammar
+    params: SamplingParams
 
 
 class CompletionAnswer:
@@ -89,13 +96,7 @@ class CompletionAnswer:
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         service, body = self._service, self._body
         with service.admission.enter(self._n * len(self._prompts)):
-            asked = asked_grammar(body, service.settings.max_schema_bytes)
-            wanted = body.max_tokens
-            if wanted is None and asked.spec is None:
-                wanted = _OPENAIS_MAX_TOKENS
-            limit = service.max_tokens(wanted, "max_tokens")
-            params = sampling_params(body, service.llm.default_params, limit)
-            params = replace(params, grammar=asked.spec)
+            asked, params = await service.workers.run(self._prepare)
             encoded = await service.encode(self._prompts, "prompt")
             self._tally.count_prompts(encoded)
             # Only the text itself can be echoed as it was.
@@ -106,6 +107,17 @@ class CompletionAnswer:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    def _prepare(self) -> _Asked:
+        """What is asked for; not on the event loop, for a schema may be long."""
+        service, body = self._service, self._body
+        asked = asked_grammar(body, service.settings.max_schema_bytes)
+        wanted = body.max_tokens
+        if wanted is None and asked.spec is None:
+            wanted = _OPENAIS_MAX_TOKENS
+        limit = service.max_tokens(wanted, "max_tokens")
+        params = sampling_params(body, service.llm.default_params, limit)
+        return _Asked(asked, replace(params, grammar=asked.spec))
 
     def _index(self, chunk: Chunk) -> int:
         return chunk.prompt_index * self._n + chunk.sample_index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,12 +149,19 @@ def plain_messages(
     return read
 
 
-def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a client tells the chat template. Raises ApiError for a template of its own."""
-    if given is not None and "chat_template" in given:  # a template is a program
-        param = "chat_template_kwargs"
-        message = f"{param}.chat_template: clients cannot bring a template of their own"
-        raise invalid_value(message, param)
+def template_variables(
+    given: Mapping[str, Any] | None, reserved: Collection[str]
+) -> dict[str, Any]:
+    """What a client tells the chat template.
+
+    reserved: names that are not the template's. Raises ApiError for one of them: "chat_template"
+    would be a program of the client's.
+    """
+    for name in given or {}:
+        if name in reserved:
+            param = f"chat_template_kwargs.{name}"
+            message = f"{param}: clients cannot bring one of their own; leave it out"
+            raise invalid_value(message, "chat_template_kwargs")
     return dict(given or {})
 
 

@@ -1,0 +1,50 @@
+"""``/tokenize``: the tokens of a prompt or of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.responses import Response
+
+from guided_spec.engine.chat import ChatOptions
+from guided_spec.server.endpoints.bodies import TokenizeBody
+from guided_spec.server.endpoints.replies import TokenizeReply
+from guided_spec.server.endpoints.sampling import plain_messages, template_variables
+from guided_spec.server.faults import invalid_value, json_response
+from guided_spec.server.service import Service
+
+
+async def tokenized(service: Service, body: TokenizeBody) -> Response:
+    """The answer to one request. Raises ApiError."""
+    service.require_model(body.model)
+    prompt: Any = body.prompt
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value("pass prompt or messages", "prompt")
+    if body.messages is not None:
+        prompt = await service.workers.run(lambda: _chat_prompt(service, body))
+    param = "prompt" if body.messages is None else "messages"
+    (token_ids,) = await service.encode([prompt], param)
+    return await service.workers.run(lambda: _reply(service, body, token_ids))
+
+
+def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
+    assert body.messages is not None  # as the caller knows
+    messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+    length = sum(len(message["content"]) for message in messages)
+    service.require_length(length, "messages", unit="characters")
+    variables = template_variables(body.chat_template_kwargs, service.template_arguments)
+    options: ChatOptions = {"chat_template_kwargs": variables}
+    return service.llm.prepare_chat(messages, body.tools, **options).prompt_ids
+
+
+def _reply(service: Service, body: TokenizeBody, token_ids: list[int]) -> Response:
+    texts = None
+    if body.return_token_strs:
+        texts = [service.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+    reply = TokenizeReply(
+        count=len(token_ids),
+        max_model_len=service.llm.max_model_len,
+        tokens=token_ids,
+        token_strs=texts,
+    )
+    return json_response(reply.model_dump())

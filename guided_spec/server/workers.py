@@ -1,0 +1,36 @@
+"""Threads for what would hold the event loop: rendering, tokenizing, reading a large schema."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from functools import partial
+from typing import TypeVar
+
+SMALL_BYTES = 32 * 2**10
+"""Of a body up to this length, everything is quick."""
+
+# Set for each request before its endpoint runs.
+BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=0)
+
+_Result = TypeVar("_Result")
+
+
+class Workers:
+    """Large requests take turns in one thread, so that small ones never wait for them."""
+
+    def __init__(self) -> None:
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="guided-spec-large")
+
+    async def run(self, function: Callable[[], _Result]) -> _Result:
+        """What ``function`` returns, for the request that is being served."""
+        if BODY_BYTES.get() <= SMALL_BYTES:
+            return await asyncio.to_thread(function)
+        work = partial(copy_context().run, function)
+        return await asyncio.get_running_loop().run_in_executor(self._large, work)
+
+    def close(self) -> None:
+        """Nothing more is run; what runs is not waited for."""
+        self._large.shutdown(wait=False, cancel_futures=True)
