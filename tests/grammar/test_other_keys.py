@@ -102,6 +102,14 @@ def test_no_further_key_is_a_listed_one(kind: str, text: str, is_taken: object) 
     assert accepts(compiled(kind, OPEN), whole(kind, text)) is is_taken
 
 
+@pytest.mark.parametrize("name", ["a", "", "\\"])
+def test_the_empty_key_is_a_further_one(name: str) -> None:
+    """Where each listed key is a letter, no other beginning of one is a key."""
+    grammar = compiled("json", {**OPEN, "properties": {name: INTEGER}})
+    assert accepts(grammar, '{"": "x"}') is (name != "")
+    assert accepts(grammar, '{"b": "x"}')
+
+
 def test_no_key_is_there_twice() -> None:
     grammar = compiled("json", OPEN)
     assert isinstance(grammar, UniqueKeysGrammar)

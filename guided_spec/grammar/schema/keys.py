@@ -26,9 +26,9 @@ def other_keys(names: Iterable[str]) -> str:
     nodes = {*_beginnings(plain, length), *(name for name in plain if len(name) <= length)}
     closed = {name[:length] for name in plain if len(name) > length}
     leaving = "|".join(_leaving(node, nodes | closed) for node in sorted(nodes - closed))
-    inside = "|".join(re.escape(node) for node in sorted(nodes - closed - plain))
-    pattern = f"(?:{leaving}).*" + (f"|{inside}" if inside else "")
-    return to_fullmatch(pattern, context="json_string")
+    # The empty one among them is a key too.
+    inside = "".join(f"|{re.escape(node)}" for node in sorted(nodes - closed - plain))
+    return to_fullmatch(f"(?:{leaving}).*{inside}", context="json_string")
 
 
 def _beginnings(names: Iterable[str], length: int) -> set[str]:
