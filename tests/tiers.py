@@ -6,8 +6,8 @@ as different as they come. Where every case is a promise of its own, ``@pytest.m
 keeps all of them quick.
 
 Hypothesis draws few examples in the quick tier, the same in every run; in the full tier it draws
-many, by a seed that ``--hypothesis-seed`` sets (``.ci/run`` takes the commit's), so that another
-commit tries other examples and a failure can be had again.
+many, by a seed that ``--hypothesis-seed`` sets (``.ci/run`` takes one of the package's contents),
+so that another version tries other examples and a failure can be had again.
 """
 
 from __future__ import annotations
