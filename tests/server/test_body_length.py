@@ -1,0 +1,43 @@
+"""A body is as long as all of its pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from guided_spec.server.middleware import BoundedBody
+from guided_spec.server.service import ServerSettings
+
+LIMIT = 100
+
+
+def status_of(pieces: Iterable[bytes]) -> int:
+    """What a request whose body comes in pieces is answered with."""
+    left, sent = list(pieces), list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        del scope
+        assert len((await receive())["body"]) <= LIMIT
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    bounded = BoundedBody(app, ServerSettings(max_body_bytes=LIMIT))
+    asyncio.run(bounded({"type": "http", "headers": [], "method": "POST"}, receive, send))  # type: ignore[arg-type]
+    return int(sent[0]["status"])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [([100], 200), ([60, 40], 200), ([101], 413), ([60, 41], 413), ([1] * 101, 413)],
+)
+def test_pieces_are_added_up(pieces: list[int], status: int) -> None:
+    assert status_of(b"x" * piece for piece in pieces) == status
