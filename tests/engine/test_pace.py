@@ -26,7 +26,6 @@ from guided_spec.types import SamplingParams
 from tests.by_chance import draft_by_chance
 from tests.engine.test_equality import PROMPTS, PROPOSERS, generate, plain, tokens
 from tests.engine.test_laws import NUM_SEEDS, PROMPT, UNLIKELY, headed, law, p_value, sampled
-from tests.tiers import examples
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 K = 5
@@ -201,7 +200,7 @@ WORLDS = st.builds(
 
 @pytest.mark.slow
 @given(data=st.data(), world=WORLDS, texts=st.sampled_from([1, 5, 64, 300]))
-@settings(max_examples=examples(40))
+@settings(max_examples=40, derandomize=True)  # how near it comes is measured, not promised
 def test_no_length_alone_is_much_faster(data: st.DataObject, world: World, texts: int) -> None:
     times = data.draw(st.sampled_from([world.times, UNKNOWN]))
     found = run(Pace(K, times), world, 4000, texts)

@@ -213,7 +213,8 @@ def test_masks_can_be_left_out(target: str, data: str, tmp_path: Path) -> None:
 def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Path) -> None:
     regenerate = {"regenerate": True, "regenerate_max_tokens": 400, "regenerate_temperature": 1.0}
     run(target, data, tmp_path, max_steps=1, limit=6, max_length=1024, **regenerate)
-    written = (tmp_path / "regenerated" / "part_0_of_1.jsonl").read_text().splitlines()
+    text = (tmp_path / "regenerated" / "part_0_of_1.jsonl").read_text()
+    written = text.removesuffix("\n").split("\n")  # answers may hold other ends of lines
     assert 0 < len(written) <= 6
     assert all(json.loads(line)["response"] for line in written)
     assert sorted(path.name for path in (tmp_path / "regenerated").iterdir()) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,8 @@ def build(kind: str, folder: Path) -> Assisted:
         case "early_exit":
             return Assisted(llama, {"assistant_early_exit": 3})
         case "dflash":
-            return Assisted(llama, {"assistant_model": _block(), "speculation_type": "dflash"})
+            own = copy.deepcopy(llama)  # on which transformers leaves its hooks
+            return Assisted(own, {"assistant_model": _block(), "speculation_type": "dflash"})
     written = mtp_checkpoints.write(folder, kind, num_modules=2, vocab_size=VOCAB_SIZE)
     model = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.float32).eval()
     # Where its layers are in a checkpoint: the class knows the published ones, of 46 to 92 layers.
