@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis.internal.constants_ast import Constants
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from tests.durations import DurationsWriter, note_end, note_start
+from tests.durations import DurationsWriter, note_call, note_end, note_start
 from tests.tiers import leave_to_the_full_tier, load_profile
 
 # What ``with torch.device(...)`` acts on, remembered before the tests' own allocators replace it.
@@ -78,12 +79,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     note_start(item)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """What it takes itself counts from here."""
+    note_call(item)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
     """What an item took goes with its last report."""
     report = yield
     note_end(item, report)
     return report
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    """A test that makes the package say more leaves no other one with that."""
+    logger = logging.getLogger("guided_spec")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,9 @@
 
 A file of the slowest tests and the sum of each folder, for whoever looks for time to save; the
 full run writes it anew before a release. The run that writes it fails if a test of the quick tier
-takes more than ``LONGEST_QUICK`` seconds of CPU time, its child processes included: other work on
-the machine makes it no longer.
+takes more than ``LONGEST_QUICK`` seconds of CPU time itself, its child processes included, and not
+counting fixtures that it shares: other work on the machine makes it no longer. Drawn tests are
+judged by runs of the quick tier alone, since they draw few examples there.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import is_hypothesis_test
+
+from tests.tiers import is_quick
 
 LONGEST_QUICK = 5.0  # seconds
 SHOWN = 0.5  # seconds of CPU time that a test needs to be listed by name
 _STARTED = pytest.StashKey[float]()
+_CALLED = pytest.StashKey[float]()
 
 
 class Duration(NamedTuple):
-    """What one item took. cpu: seconds of this process and of the children that have ended."""
+    """What one item took, in seconds of CPU time of this process and of children that have ended.
+
+    cpu: with its fixtures. call: without them. is_judged: whether ``call`` has a limit.
+    """
 
     cpu: float
+    call: float
     is_slow: bool
+    is_judged: bool
 
 
 def cpu_seconds() -> float:
@@ -42,11 +52,25 @@ def note_start(item: pytest.Item) -> None:
     item.stash[_STARTED] = cpu_seconds()
 
 
+def note_call(item: pytest.Item) -> None:
+    """Remember when its fixtures were there."""
+    item.stash[_CALLED] = cpu_seconds()
+
+
 def note_end(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Give the last report of an item what it took; a worker sends reports to the main process."""
+    """Give the reports of an item what it took; a worker sends them to the main process."""
+    if report.when == "call" and _CALLED in item.stash:
+        item.stash[_CALLED] = cpu_seconds() - item.stash[_CALLED]
     if report.when == "teardown" and _STARTED in item.stash:
-        report.user_properties.append(("cpu", cpu_seconds() - item.stash[_STARTED]))
-        report.user_properties.append(("slow", item.get_closest_marker("slow") is not None))
+        is_slow = item.get_closest_marker("slow") is not None
+        is_drawn = isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)
+        found = Duration(
+            cpu=cpu_seconds() - item.stash[_STARTED],
+            call=item.stash.get(_CALLED, 0.0),
+            is_slow=is_slow,
+            is_judged=not is_slow and (is_quick(item.config) or not is_drawn),
+        )
+        report.user_properties.extend(found._asdict().items())
 
 
 class DurationsWriter:
@@ -63,9 +87,9 @@ class DurationsWriter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what items took."""
-        found = dict(report.user_properties)
-        if "cpu" in found:
-            self._items[report.nodeid] = Duration(float(found["cpu"]), bool(found["slow"]))  # type: ignore[arg-type]
+        found: dict[str, Any] = dict(report.user_properties)
+        if "is_judged" in found:
+            self._items[report.nodeid] = Duration(**{key: found[key] for key in Duration._fields})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the file; fail if a quick test is too long."""
@@ -82,9 +106,9 @@ class DurationsWriter:
     def too_long(self) -> dict[str, float]:
         """The items of the quick tier that took too long, and the seconds of each."""
         return {
-            name: one.cpu
+            name: one.call
             for name, one in self._items.items()
-            if not one.is_slow and one.cpu > LONGEST_QUICK
+            if one.is_judged and one.call > LONGEST_QUICK
         }
 
     def _summary(self) -> dict[str, object]:

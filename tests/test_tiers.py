@@ -11,7 +11,8 @@ pytest_plugins = ["pytester"]
 CONFTEST = """
 import pytest
 from tests import durations
-from tests.conftest import pytest_addoption, pytest_runtest_makereport, pytest_runtest_setup
+from tests.conftest import pytest_addoption, pytest_runtest_call
+from tests.conftest import pytest_runtest_makereport, pytest_runtest_setup
 from tests.tiers import leave_to_the_full_tier
 
 durations.LONGEST_QUICK = 0.2

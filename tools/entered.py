@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+import guided_spec
 from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.core import PromptPiece, Proposer, from_propose
@@ -42,13 +44,15 @@ SCHEMA = {
 }
 LETTERS = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,), 257)
 
+PACKAGE = f"{Path(guided_spec.__file__).parent}/"
+
 
 def entered(work: Callable[[], object]) -> list[str]:
     """The files of the package that ``work`` enters in this thread, in the order of the calls."""
     found: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        _, is_own, name = frame.f_code.co_filename.rpartition("/guided_spec/")
+        _, is_own, name = frame.f_code.co_filename.partition(PACKAGE)
         if event == "call" and is_own:
             found[name] = None
 

@@ -455,6 +455,7 @@ def test_what_does_not_fit_is_said(tmp_path: Any) -> None:
         make_llm(build("llama", vocab_size=VOCAB_SIZE // 2), "eagle3", headed.draft)
 
 
+@pytest.mark.slow
 def test_a_grammar_spec_survives(taught: Any) -> None:
     """A schema under every policy of a head that was taught other texts."""
     spec = GrammarSpec.json_schema(SCHEMA)

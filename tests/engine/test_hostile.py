@@ -42,6 +42,7 @@ def test_there_are_many() -> None:
     assert set(KINDS) >= {"json_schema", "regex", "choice", "ebnf", "lark", "structural_tag"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_fails_alone_or_writes_what_it_allows(llm: LLM, kind: str) -> None:
     cases = {name: spec for name, spec in CASES.items() if spec.kind == kind}

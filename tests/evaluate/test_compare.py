@@ -134,6 +134,7 @@ def test_forwards_and_tokens(measured: tuple[list[Measurement], list[str]]) -> N
     assert ngram.forwards <= plain.forwards
 
 
+@pytest.mark.slow
 def test_validity_and_sameness(measured: tuple[list[Measurement], list[str]]) -> None:
     for measurement in measured[0]:
         assert (measurement.requests, measurement.failed) == (4, 0)

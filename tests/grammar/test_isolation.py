@@ -167,6 +167,7 @@ def test_a_worker_that_does_not_start_is_reported() -> None:
     assert not pids(backend)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_is_no_fault_of_the_grammar_s(
     inner: HostileBackend, tmp_path: Path
 ) -> None:
