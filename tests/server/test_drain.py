@@ -47,6 +47,7 @@ class Asker(threading.Thread):
                 self.has_begun.set()
 
 
+@pytest.mark.slow
 def test_drain_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four run and two wait when it begins; all are finished, and nobody else is let in."""
     worker: Any = llm._runner
