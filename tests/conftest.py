@@ -94,12 +94,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(autouse=True)
-def _own_log_level() -> Iterator[None]:
-    """A test that makes the package say more leaves no other one with that."""
-    logger = logging.getLogger("guided_spec")
-    level = logger.level
+def _own_logging() -> Iterator[None]:
+    """A test that makes loggers say more, or say it elsewhere, leaves no other one with that."""
+    loggers = [logging.getLogger(name) for name in (None, "guided_spec")]
+    before = [(logger, logger.level, [*logger.handlers]) for logger in loggers]
     yield
-    logger.setLevel(level)
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        for handler in [*logger.handlers]:
+            if handler not in handlers:
+                logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from tools.bundled_models.train import TrainConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and make the pair."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")
     if options.evaluate_only:
@@ -78,4 +77,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     main()

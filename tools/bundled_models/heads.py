@@ -174,7 +174,6 @@ def _log(name: str, report: TrainingReport, figures: list[Measurement]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and make the heads."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     values = {**vars(options), "names": tuple(options.names)}
     make_heads(HeadsConfig(**values))
 
@@ -196,4 +195,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     main()
