@@ -250,6 +250,10 @@ class Batches:
             sources=stacked.sources,
         )
 
+    def settle(self) -> None:
+        """Wait for what still fills mask rows of a step that raised."""
+        self._rows.settle()
+
     def forget_ended(self) -> None:
         """Let go of batches with texts that have ended."""
         left = [one for one in self._stacked if all(text.ended is None for text in one.texts)]

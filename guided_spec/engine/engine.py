@@ -5,8 +5,9 @@ An engine is used by one thread; ``guided_spec.engine.llm`` runs it in a thread 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
@@ -24,11 +25,12 @@ from guided_spec.engine.flights import Flight, Flights, Piece
 from guided_spec.engine.intake import Intake
 from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken
 from guided_spec.engine.parallel import is_parallel
+from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Load, Scheduler
+from guided_spec.engine.suspects import Suspects
 from guided_spec.engine.target import (
     SlotTarget,
-    begin_alike,
     group_prompts,
     score_rows,
     scored_length,
@@ -44,6 +46,8 @@ from guided_spec.ops.side_stream import SideStream
 from guided_spec.step import speculative_step
 from guided_spec.trace.record import see_step
 
+_LOG = logging.getLogger(__name__)
+
 
 class Engine:
     """Continuous batching over fixed KV slots: requests enter and leave at any step.
@@ -51,7 +55,7 @@ class Engine:
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
 
-    Attributes: model, config, as they were passed; takes_prefixes: from others, by a prefix cache.
+    Attributes: model, config, as they were passed.
     """
 
     def __init__(
@@ -70,16 +74,15 @@ class Engine:
         self._target = SlotTarget(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
         self._is_parallel = is_parallel(model.model)
-        # A head reads the hidden states of every token, but for what it keeps beside the target.
-        blocks = model.blocks if model.shares_prefixes else None
-        may_take = blocks is not None and (not self._layers or blocks.lag > 0)
-        self.takes_prefixes = config.prefix_cache and may_take
+        known = (self._scheduler, model, self._target, self._layers)
+        self._prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
         # Drafts then follow what others drew, an equal request with the same noise among them.
         # Coupled texts do not depend on drafts.
         self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
         self._cancelled = SimpleQueue[Request]()  # since the last step, by any thread
         longest = config.longest_draft
+        self._suspects = Suspects(self._scheduler)
         self._intake = Intake(self._scheduler, model, longest, is_parallel=self._is_parallel)
         self._flights = Flights()
         self._side = SideStream.none() if model.blocks is None else model.blocks.side
@@ -99,14 +102,19 @@ class Engine:
         return self._proposer.has_own_vocabulary
 
     @property
+    def takes_prefixes(self) -> bool:
+        """Whether requests take from others what a prefix cache has of their prompts."""
+        return self._prefixes.takes
+
+    @property
     def turns_from(self) -> int | None:
         """How many texts have to decode for two halves of them to take turns; None: never."""
         return self._flights.turns_from
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._scheduler)
+        """Whether any request has not ended, or a step has to be cleared up."""
+        return bool(self._scheduler) or bool(self._suspects)
 
     @property
     def load(self) -> Load:
@@ -180,6 +188,17 @@ class Engine:
         self._drop_ended()
         if not self._scheduler.running(State.DECODE):  # there may have been nothing to do since
             self._ended = None
+        try:
+            self._round()
+        except Exception as error:  # of the model, a proposer or a matcher: nobody knows whose
+            self._take_apart(error)
+        self._drop_ended()
+
+    def _round(self) -> None:
+        if self._suspects.has_passed:
+            self._land(0)
+            for request in self._suspects.next_group():
+                self._requeue(request)
         # A forward that is launched reads no prompts: they come with the next one.
         is_ahead = self._target.is_ahead and bool(self._scheduler.running(State.DECODE))
         if not is_ahead:
@@ -187,17 +206,43 @@ class Engine:
         if not self._scheduler.running():
             self._intake.wait()
             return
-        try:
-            if not self._takes_turns():
-                self._land(0)
-            along = [] if is_ahead else self._prefill()
-            self._score()
-            is_launched = self._launch(along)
-            self._land(1 if is_launched and self._takes_turns() else 0)
-        except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
-            self._flights.drop()
-            self.fail(self._scheduler.running(), error)
-        self._drop_ended()
+        if not self._takes_turns():
+            self._land(0)
+        along = [] if is_ahead else self._prefill()
+        self._score()
+        is_launched = self._launch(along)
+        self._land(1 if is_launched and self._takes_turns() else 0)
+
+    def _take_apart(self, error: Exception) -> None:
+        """End the request whose step raised; where several ran, each goes on without the others.
+
+        Their keys and values, and what a proposer knows of them, are made anew.
+        """
+        running = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
+        if not running:
+            raise error
+        self._flights.drop()
+        self._target.drop_ahead()
+        self._carry = None
+        if len(running) == 1 or self._is_parallel:
+            self.fail(running, error)
+            return
+        self._batches.settle()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self._suspects.split(running, error)
+        for request in sorted(running, key=lambda one: -one.number):
+            self._requeue(request)
+            try:
+                request.restart()
+            except GuidedSpecError as failure:
+                self._scheduler.end(request, failure)
+
+    def _requeue(self, request: Request) -> None:
+        """Take its slot from a request, which is admitted next and reads its text again."""
+        slot = request.text.slot
+        self._scheduler.requeue(request)
+        self._release([slot])
 
     def _drop_ended(self) -> None:
         while not self._cancelled.empty():
@@ -222,8 +267,8 @@ class Engine:
             return
         try:
             self._proposer.learn(texts)
-        except Exception as error:  # whose counts it then mixes up, nobody knows
-            self.fail(self._scheduler.running(), error)
+        except Exception:  # it drafts worse, and texts are right whatever is drafted
+            _LOG.exception("the proposer has not learned from %d texts", len(texts))
 
     def _release(self, slots: Sequence[int]) -> None:
         self._target.release(slots)
@@ -250,7 +295,7 @@ class Engine:
         beside texts that decode. The last prompt token is left for the first speculative step. The
         forwards may still run when this returns.
         """
-        rows = [r for r in self._on_ground(State.PREFILL) if not self._shares_prefill(r)]
+        rows = [r for r in self._on_ground(State.PREFILL) if not self._prefixes.is_shared(r)]
         # Who came first reads first: a later one may have to go, and to read it all again.
         unread = sorted((r for r in rows if r.num_unread), key=lambda request: request.number)
         along = list[Piece]()
@@ -293,7 +338,7 @@ class Engine:
             tokens.start + len(tokens.token_ids) == len(request.text.tokens) - 1
             and request.after_prompt is State.DECODE
             and self._may_begin_undrafted(request)
-            and not self._is_awaited(request)
+            and not self._prefixes.is_awaited(request)
         )
 
     def _may_begin_undrafted(self, request: Request) -> bool:
@@ -301,16 +346,8 @@ class Engine:
 
         Where that is its last one, the head would not read what others take from the prefix cache.
         """
-        goes_on = request.text.draft_limit > 0 or not self.takes_prefixes
+        goes_on = request.text.draft_limit > 0 or not self._prefixes.takes
         return (self._is_free(request) and goes_on) or not self._layers
-
-    def _is_awaited(self, request: Request) -> bool:
-        """Whether another one takes its prompt once that is read."""
-        return request.can_be_taken and any(
-            other.num_cached == 0 and other.has_prompt_of(request)
-            for other in self._scheduler.alike(request)
-            if other is not request and other.state is State.PREFILL
-        )
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = list[Piece]()
@@ -318,7 +355,7 @@ class Engine:
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
-            if not self._take_prefix(request, reads):
+            if not self._prefixes.take(request, reads):
                 continue
             piece = Piece.next_of(request, budget)
             count = len(piece.tokens.token_ids)
@@ -330,36 +367,6 @@ class Engine:
         # Who came last may have had to go for the others.
         return [piece for piece in pieces if piece.request.state is State.PREFILL]
 
-    def _take_prefix(self, request: Request, reads: Mapping[int, int]) -> bool:
-        """Where nothing of the prompt is read yet: what other texts left of it.
-
-        False where another one is about to leave what it goes on with: it looks again in the next
-        step, or prompts that begin alike and come together would be read once each.
-        """
-        text = request.text
-        if request.num_cached == 0 and self.takes_prefixes:
-            found = self.model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
-            if self._is_coming(request, found.known + BLOCK, reads):
-                return False
-            request.num_cached = found.taken
-            if request.is_new:  # else it finds its own text, which had to go for others
-                request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)
-        return True
-
-    def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
-        """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
-
-        A head reads what the target has read once its text decodes, or a step later, so until then
-        a block may be there that is not given to others yet.
-        """
-        return length < len(request.text.tokens) and any(
-            (other.state is State.PREFILL or other.stats.steps <= 1)
-            and other.state in (State.PREFILL, State.DECODE)
-            and max(other.num_cached, reads.get(other.number, 0)) >= length
-            and begin_alike(request.text, other.text, length)
-            for other in self._scheduler.running()
-        )
-
     def _begun(self) -> list[BegunPrompt]:
         """What the proposer reads now of prompts that are not at their end.
 
@@ -368,7 +375,11 @@ class Engine:
         if not (self._layers and self._proposer.reads_prompts):
             return []
         prefill = self._on_ground(State.PREFILL)
-        begun = [r for r in prefill if r.after_prompt is State.DECODE and not self._is_awaited(r)]
+        begun = [
+            r
+            for r in prefill
+            if r.after_prompt is State.DECODE and not self._prefixes.is_awaited(r)
+        ]
         told = list[BegunPrompt]()
         found = self._target.take_features([request.text.slot for request in begun])
         for request, states in zip(begun, found, strict=True):
@@ -385,11 +396,7 @@ class Engine:
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
             request.num_cached += len(tokens.token_ids)
-            self._remember(request, request.num_cached)
-
-    def _remember(self, request: Request, length: int) -> None:
-        if self.takes_prefixes:
-            self.model.remember(request.text.slot, request.text.tokens, length)
+            self._prefixes.remember(request, request.num_cached)
 
     def _grow(self, request: Request, length: int) -> bool:
         """Whether the request has blocks for so many tokens in all.
@@ -403,9 +410,7 @@ class Engine:
                 continue
             going_on = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
             last = max(going_on, key=lambda running: running.number)
-            slot = last.text.slot
-            self._scheduler.requeue(last)
-            self._release([slot])
+            self._requeue(last)
             if last is request:
                 return False
         return True
@@ -415,45 +420,7 @@ class Engine:
         for request in requests:
             if request.state is State.PREFILL and not request.num_unread:
                 request.state = request.after_prompt
-                self._hand_on(request)
-
-    def _shares_prefill(self, request: Request) -> bool:
-        """Whether the request takes its prompt from another one, now or once that is read."""
-        if request.num_cached > 0:
-            return False
-        # Keys and values of the prompt stay where they are, a linear state and the hidden states
-        # that a proposer takes do not.
-        moves_on = self.model.has_linear_state or bool(self._layers)
-        for other in self._scheduler.alike(request):
-            if other is request or other.is_begun or not request.has_prompt_of(other):
-                continue
-            if (
-                other.state is State.PREFILL
-                and other.is_new
-                and (other.num_cached > 0 or other.text.slot < request.text.slot)
-            ):
-                return True
-            stays = other.state is State.SCORE or (other.state is State.DECODE and not moves_on)
-            if stays:
-                return self._share(other, request)
-        return False
-
-    def _share(self, source: Request, request: Request) -> bool:
-        """Give a prompt on; False where there is no room: the request then reads it in its turn."""
-        length = source.text.prompt_length - 1
-        if not self.model.can_copy(length):
-            return False
-        self._target.share_prefill(source.text.slot, request.text.slot, length)
-        request.num_cached, request.text.prefill = length, source.text.prefill
-        request.state = request.after_prompt
-        return True
-
-    def _hand_on(self, source: Request) -> None:
-        """Give a prompt that was just read to the requests that wait for it."""
-        for request in self._scheduler.alike(source) if source.can_be_taken else ():
-            is_waiting = request.state is State.PREFILL and request.num_cached == 0
-            if is_waiting and request.has_prompt_of(source):
-                self._share(source, request)
+                self._prefixes.hand_on(request)
 
     def _score(self) -> None:
         """One forward over the next row of every request that scores."""
@@ -571,11 +538,14 @@ class Engine:
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
             if request.state is State.FINISHED:  # it was cancelled meanwhile
                 continue
-            request.append(row, values, one)
+            try:
+                request.append(row, values, one)
+            except Exception as error:  # as of whoever is told of the text
+                self.fail([request], error)
             length = len(request.text.tokens) - 1
             fills = length // BLOCK > (length - len(row.token_ids)) // BLOCK
             if fills and request.state is State.DECODE:
-                self._remember(request, length)
+                self._prefixes.remember(request, length)
         self._begin_decoding([piece.request for piece in along])
         self._ended = ended
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import GrammarError, GuidedSpecError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 
@@ -55,6 +55,8 @@ class Intake:
             request.take_grammar()
         except GuidedSpecError as error:
             self._scheduler.end(request, error)
+        except Exception as error:  # as of a backend's matcher; it concerns this request alone
+            self._scheduler.end(request, GrammarError(f"the grammar cannot be used: {error!r}"))
         return request.state is not State.FINISHED
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:

@@ -177,6 +177,7 @@ class Request:
     prompt_hash: of the tokens of its prompt.
     on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
         request: a circle of the two is left to the garbage collector.
+    num_trials: how often steps of it and others raised, see ``guided_spec.engine.suspects``.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """
@@ -197,6 +198,7 @@ class Request:
         self.num_cached = 0
         self.is_begun = False  # whether a proposer has read a part of its prompt
         self.prompt_hash = hash(tuple(job.prompt_ids))
+        self.num_trials = 0
         self.is_cancelled = False
         self.on_cancel: Callable[[Request], None] | None = None
         self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
@@ -222,6 +224,11 @@ class Request:
     def num_unread(self) -> int:
         """Tokens of the text that are to be read before it goes on: all but the last one."""
         return len(self.text.tokens) - 1 - self.num_cached
+
+    @property
+    def progress(self) -> int:
+        """Grows with each step that gives it anything."""
+        return len(self.text.tokens) + len(self.scores)
 
     @property
     def is_new(self) -> bool:
@@ -277,6 +284,14 @@ class Request:
         constraint, complete = self.text.constraint, self.job.params.complete
         if constraint is not None and self.job.endings is not None and complete is not False:
             self.stats.ends_lost = int(not constraint.has_budget)
+
+    def restart(self) -> None:
+        """Bring its constraint back to the end of its text, after a step that raised.
+
+        Raises GrammarStateError where that cannot be.
+        """
+        if self.text.constraint is not None:
+            self.text.constraint.restart(len(self.text.output_ids))
 
     def cancel(self) -> None:
         """Have the engine end it in its next step. Does nothing where it has ended."""

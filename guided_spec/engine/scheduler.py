@@ -40,6 +40,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # by slot, ascending
         self._by_prompt: defaultdict[int, dict[int, Request]] = defaultdict(dict)
         self._free = list(range(num_slots))
+        self._admitted: Container[Request] | None = None  # others wait; None: nobody has to
 
     @property
     def num_free(self) -> int:
@@ -84,8 +85,18 @@ class Scheduler:
 
     def coming(self, most: int) -> list[Request]:
         """``ready`` of up to ``most`` free slots, however many there are now."""
-        done = (r for r in self._waiting if r.job.grammar is None or r.job.grammar.done())
+        only = self._admitted
+        done = (
+            request
+            for request in self._waiting
+            if (request.job.grammar is None or request.job.grammar.done())
+            and (only is None or request in only)
+        )
         return list(islice(done, most))
+
+    def restrict(self, requests: Container[Request] | None) -> None:
+        """From here on nobody else is ready; None: nobody is kept back."""
+        self._admitted = requests
 
     def alike(self, request: Request) -> list[Request]:
         """The requests that hold a slot and may have the request's prompt, by slot; itself too."""

@@ -20,9 +20,7 @@ from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutp
 from guided_spec.engine.request import Request
 from guided_spec.errors import NoTokenLeftError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
-from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import filled
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.models.stock.slots import SlotInputs
@@ -258,6 +256,10 @@ class SlotTarget:
     def is_ahead(self) -> bool:
         """Whether the forward that verifies next is launched."""
         return self._ahead is not None
+
+    def drop_ahead(self) -> None:
+        """Forget a forward that is launched: its texts go elsewhere."""
+        self._ahead = None
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own; a stock model pads them to the longest one."""
@@ -510,13 +512,3 @@ def tokens_along(
     others = num_own + sum(end <= wanted for end in accumulate(unread))
     room = filled(wanted + others, sizes) - others
     return room if 2 * room >= wanted else wanted
-
-
-def begin_alike(text: GuidedText, other: GuidedText, length: int) -> bool:
-    """Whether texts that may share have the same first tokens."""
-    if other.params.cache_salt != text.params.cache_salt:
-        return False
-    last = slice(length - BLOCK, length)  # where prompts that differ do so most often
-    return other.tokens[last] == text.tokens[last] and (
-        other.tokens[:length] == text.tokens[:length]
-    )

@@ -277,6 +277,17 @@ class Constraint:
         self.steered = [at for at in self.steered if at < length]
         self.is_terminated = self._original.is_terminated()
 
+    def restart(self, length: int) -> None:
+        """Make both matchers anew, behind the first ``length`` committed tokens.
+
+        After a step that raised, which may have left them anywhere. Raises GrammarStateError where
+        a new matcher refuses one of these tokens.
+        """
+        del self.committed[length:]
+        self.steered = [at for at in self.steered if at < length]
+        self._failure = None
+        self._resync(())
+
     def catch_up(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 

@@ -462,9 +462,7 @@ class MaskRows:
         What ``first`` and ``at_depths`` returned in the step before may change from here on, for
         whatever is launched later.
         """
-        if self._filling is not None:  # a step that failed half-way may have left it running
-            self._filling.exception()
-            self._filling = None
+        self.settle()
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)
@@ -472,6 +470,12 @@ class MaskRows:
         self._block.clear()
         if self._upload is not None:
             self._upload.begin()
+
+    def settle(self) -> None:
+        """Wait for the thread that still fills rows of a step that raised."""
+        if self._filling is not None:
+            self._filling.exception()
+            self._filling = None
 
     def fill_beside(self, fill: Callable[[], None]) -> Future[None]:
         """Run ``fill``, which fills rows of this step, on another thread."""
@@ -514,8 +518,7 @@ class MaskRows:
         asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
         if not self._block.is_filled(asked):
             return self._blank_next(len(depths))
-        depth = self._common(depths)
-        if depth is not None:
+        if (depth := self._common(depths)) is not None:
             rows = self._block.rows(self._at(0, depth), self._at(0, depth + 1))
             if self._upload is None:
                 return rows.clone()
@@ -571,9 +574,8 @@ class MaskRows:
         return sent.rows
 
     def _blank_next(self, requests: int) -> Tensor:
-        if self._upload is not None:
-            return self._upload.blank_next(requests)
-        return self._block.gather([self._none] * requests)
+        upload, none = self._upload, [self._none] * requests
+        return self._block.gather(none) if upload is None else upload.blank_next(requests)
 
     def _at(self, request: int, depth: int) -> int:
         return depth * self._active + request

@@ -182,25 +182,27 @@ def test_a_backend_may_raise_anything(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     assert "in native code" in str(outputs[1].error)
 
 
-def test_a_proposer_that_raises_fails_its_batch_and_no_other(spy: Spy) -> None:
-    def fail(_: DecodeBatch) -> None:
-        if len(spy.steps) == 2:
+def test_a_proposer_that_raises_fails_the_text_that_it_raises_for(spy: Spy) -> None:
+    params, prompts = SamplingParams(max_tokens=3), ["A", "B", "A", "A"]
+
+    def fail(batch: DecodeBatch) -> None:
+        if any(
+            len(context) == len(bad) + 1 and context[: len(bad)] == bad
+            for context in batch.contexts
+        ):
             raise ZeroDivisionError("no draft")
 
-    spy.on_step = fail
     with make_llm("llama", "spy", max_batch_size=2) as llm:
-        outputs = llm.generate(["A"] * 4, SamplingParams(max_tokens=3), on_error="return")
-        assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 2
-        for output in outputs[:2]:
-            assert isinstance(output.error, ModelError)
-            assert "ZeroDivisionError: no draft" in str(output.error)
-            assert isinstance(output.error.__cause__, ZeroDivisionError)
-            assert len(output.token_ids) == 1  # what was committed before is kept
-        assert (
-            outputs[2].token_ids
-            == llm.generate("A", SamplingParams(max_tokens=3), on_error="return")[0].token_ids
-        )
-    assert sorted(spy.released)[:2] == [0, 0]
+        bad = llm.encode("B")
+        (good,) = llm.generate("A", params)
+        spy.on_step = fail
+        outputs = llm.generate(prompts, params, on_error="return")
+        failed = outputs.pop(1)
+        assert [output.token_ids for output in outputs] == [good.token_ids] * 3
+        assert isinstance(failed.error, ModelError)
+        assert "ZeroDivisionError: no draft" in str(failed.error)
+        assert isinstance(failed.error.__cause__, ZeroDivisionError)
+        assert len(failed.token_ids) == 1  # what was committed before is kept
 
 
 def test_close_ends_what_runs(spy: Spy) -> None:

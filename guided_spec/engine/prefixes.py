@@ -1,0 +1,128 @@
+"""What requests take of each other's prompts, so that these are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from guided_spec.engine.request import Request, State
+from guided_spec.engine.scheduler import Scheduler
+from guided_spec.engine.target import SlotTarget
+from guided_spec.guide import GuidedText
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.blocks import BLOCK
+
+
+class Prefixes:
+    """Requests of one prompt take it from the first of them; others what the prefix cache has.
+
+    layers: hidden states that the proposer reads. uses_cache: as configured.
+
+    Attributes: takes: whether there is a prefix cache for this model and proposer.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: CausalLM,
+        target: SlotTarget,
+        layers: tuple[int, ...],
+        *,
+        uses_cache: bool,
+    ) -> None:
+        self._scheduler, self._model, self._target = scheduler, model, target
+        # A head reads the hidden states of every token, but for what it keeps beside the target.
+        blocks = model.blocks if model.shares_prefixes else None
+        self.takes = uses_cache and blocks is not None and (not layers or blocks.lag > 0)
+        # Keys and values of the prompt stay where they are, a linear state and the hidden states
+        # that a proposer takes do not.
+        self._moves_on = model.has_linear_state or bool(layers)
+
+    def take(self, request: Request, reads: Mapping[int, int]) -> bool:
+        """Take what other texts left of the request's prompt, if nothing of it is read yet.
+
+        reads: tokens that requests have read once what runs now has ended, by their numbers.
+
+        False where another one is about to leave what it goes on with: it looks again in the next
+        step, or prompts that begin alike and come together would be read once each.
+        """
+        text = request.text
+        if request.num_cached == 0 and self.takes:
+            found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
+            if self._is_coming(request, found.known + BLOCK, reads):
+                return False
+            request.num_cached = found.taken
+            if request.is_new:  # else it finds its own text, which had to go for others
+                request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)
+        return True
+
+    def remember(self, request: Request, length: int) -> None:
+        """Keep the first ``length`` tokens of the text for others."""
+        if self.takes:
+            self._model.remember(request.text.slot, request.text.tokens, length)
+
+    def is_awaited(self, request: Request) -> bool:
+        """Whether another one takes its prompt once that is read."""
+        return request.can_be_taken and any(
+            other.num_cached == 0 and other.has_prompt_of(request)
+            for other in self._scheduler.alike(request)
+            if other is not request and other.state is State.PREFILL
+        )
+
+    def is_shared(self, request: Request) -> bool:
+        """Whether the request takes its prompt from another one, now or once that is read."""
+        if request.num_cached > 0:
+            return False
+        for other in self._scheduler.alike(request):
+            if other is request or other.is_begun or not request.has_prompt_of(other):
+                continue
+            if (
+                other.state is State.PREFILL
+                and other.is_new
+                and (other.num_cached > 0 or other.text.slot < request.text.slot)
+            ):
+                return True
+            stays = other.state is State.DECODE and not self._moves_on
+            if stays or other.state is State.SCORE:
+                return self._share(other, request)
+        return False
+
+    def hand_on(self, source: Request) -> None:
+        """Give a prompt that was just read to the requests that wait for it."""
+        for request in self._scheduler.alike(source) if source.can_be_taken else ():
+            is_waiting = request.state is State.PREFILL and request.num_cached == 0
+            if is_waiting and request.has_prompt_of(source):
+                self._share(source, request)
+
+    def _share(self, source: Request, request: Request) -> bool:
+        """Give a prompt on; False where there is no room: the request then reads it in its turn."""
+        length = source.text.prompt_length - 1
+        if not self._model.can_copy(length):
+            return False
+        self._target.share_prefill(source.text.slot, request.text.slot, length)
+        request.num_cached, request.text.prefill = length, source.text.prefill
+        request.state = request.after_prompt
+        return True
+
+    def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
+        """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
+
+        A head reads what the target has read once its text decodes, or a step later, so until then
+        a block may be there that is not given to others yet.
+        """
+        return length < len(request.text.tokens) and any(
+            (other.state is State.PREFILL or other.stats.steps <= 1)
+            and other.state in (State.PREFILL, State.DECODE)
+            and max(other.num_cached, reads.get(other.number, 0)) >= length
+            and _begin_alike(request.text, other.text, length)
+            for other in self._scheduler.running()
+        )
+
+
+def _begin_alike(text: GuidedText, other: GuidedText, length: int) -> bool:
+    """Whether texts that may share have the same first tokens."""
+    if other.params.cache_salt != text.params.cache_salt:
+        return False
+    last = slice(length - BLOCK, length)  # where prompts that differ do so most often
+    return other.tokens[last] == text.tokens[last] and (
+        other.tokens[:length] == text.tokens[:length]
+    )
