@@ -17,6 +17,7 @@ GuidedSpecError
     │   ├── UnsupportedSchemaError       valid, but the backend would not enforce all of it
     │   └── UnsatisfiableGrammarError    no text at all can match it
     ├── GrammarWorkerError               a worker process was killed or did not start: try again
+    ├── GrammarTooSlowError              its masks took more of the CPU than one text may
     ├── GrammarStateError                the matcher failed, or refused a token that is committed
     └── GrammarDeadEndError              no token of the vocabulary can continue the text
 """
@@ -32,6 +33,7 @@ __all__ = [
     "GrammarDeadEndError",
     "GrammarError",
     "GrammarStateError",
+    "GrammarTooSlowError",
     "GrammarWorkerError",
     "GuidedSpecError",
     "ModelError",
@@ -175,6 +177,10 @@ class GrammarWorkerError(GrammarError):
 
 class GrammarStateError(GrammarError):
     """The matcher failed, or refused a committed token: text and grammar state disagree."""
+
+
+class GrammarTooSlowError(GrammarError):
+    """The masks of one text took more of the CPU than ``GrammarLimits.text_seconds``."""
 
 
 class GrammarDeadEndError(GrammarError):

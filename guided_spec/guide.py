@@ -118,6 +118,8 @@ class GuidedText:
     @property
     def draft_limit(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
+        if self.constraint is not None and self.constraint.has_row:
+            return 0  # what its grammar does takes long: a draft would need more rows
         return self.max_length - len(self.tokens) - 1
 
     @property

@@ -229,7 +229,7 @@ def _commit_row(
     if constraint is not None:
         try:
             # The room was counted with one token less: a text that fills it ends.
-            goes_on = len(token_ids) <= batch.limits[request]
+            goes_on = constraint.has_row or len(token_ids) <= batch.limits[request]
             token_ids = (constraint.commit_ahead if goes_on else constraint.commit)(token_ids)
         except GrammarStateError as error:
             return Committed([], num_accepted, error)

@@ -28,6 +28,7 @@ from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Load, Scheduler
+from guided_spec.engine.slow_texts import SlowTexts
 from guided_spec.engine.suspects import Suspects
 from guided_spec.engine.target import (
     SlotTarget,
@@ -37,10 +38,12 @@ from guided_spec.engine.target import (
     tokens_along,
 )
 from guided_spec.errors import GuidedSpecError, ModelError, RequestCancelledError
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.ops.side_stream import SideStream
 from guided_spec.step import speculative_step
@@ -83,6 +86,8 @@ class Engine:
         self._cancelled = SimpleQueue[Request]()  # since the last step, by any thread
         longest = config.longest_draft
         self._suspects = Suspects(self._scheduler)
+        limits = config.grammar_limits or GrammarLimits()
+        self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         self._intake = Intake(self._scheduler, model, longest, is_parallel=self._is_parallel)
         self._flights = Flights()
         self._side = SideStream.none() if model.blocks is None else model.blocks.side
@@ -179,6 +184,7 @@ class Engine:
         """End every request; the engine may go on with new ones."""
         self._flights.drop()
         for request in self._scheduler:
+            self._slow.forget(request)
             request.cancel()
         self._drop_ended()
 
@@ -199,6 +205,8 @@ class Engine:
             self._land(0)
             for request in self._suspects.next_group():
                 self._requeue(request)
+        for request, error in self._slow.take_failed():
+            self._scheduler.end(request, error)
         # A forward that is launched reads no prompts: they come with the next one.
         is_ahead = self._target.is_ahead and bool(self._scheduler.running(State.DECODE))
         if not is_ahead:
@@ -212,6 +220,8 @@ class Engine:
         self._score()
         is_launched = self._launch(along)
         self._land(1 if is_launched and self._takes_turns() else 0)
+        if not is_launched and self._all_decode():
+            self._slow.wait()
 
     def _take_apart(self, error: Exception) -> None:
         """End the request whose step raised; where several ran, each goes on without the others.
@@ -232,6 +242,7 @@ class Engine:
             torch.cuda.synchronize(self.model.device)
         self._suspects.split(running, error)
         for request in sorted(running, key=lambda one: -one.number):
+            self._slow.forget(request)
             self._requeue(request)
             try:
                 request.restart()
@@ -247,7 +258,11 @@ class Engine:
     def _drop_ended(self) -> None:
         while not self._cancelled.empty():
             error = RequestCancelledError("the request was cancelled")
-            self._scheduler.end(self._cancelled.get(), error)
+            request = self._cancelled.get()
+            if self._slow.is_busy(request):
+                self._slow.end_later(request, error)
+            else:
+                self._end(request, error)
         self._learn()
         slots = self._scheduler.remove_finished(self._flights.requests)
         if slots:
@@ -286,7 +301,11 @@ class Engine:
             error = ModelError(f"the step failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         for request in requests:
-            self._scheduler.end(request, error)
+            self._end(request, error)
+
+    def _end(self, request: Request, error: GuidedSpecError) -> None:
+        self._slow.forget(request)
+        self._scheduler.end(request, error)
 
     def _prefill(self) -> list[Piece]:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
@@ -339,6 +358,7 @@ class Engine:
             and request.after_prompt is State.DECODE
             and self._may_begin_undrafted(request)
             and not self._prefixes.is_awaited(request)
+            and not self._slow.holds(request)
         )
 
     def _may_begin_undrafted(self, request: Request) -> bool:
@@ -434,6 +454,8 @@ class Engine:
     def _decoding(self, along: Sequence[Piece]) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
         requests = self._on_ground(State.DECODE)
+        if not self._is_parallel:  # else they would have to agree on who is ready
+            requests = self._slow.ready(requests)
         if self._takes_turns():
             most = -(-len(self._scheduler.running(State.DECODE)) // 2)
             coming = {piece.request for piece in along}  # their prompts come with them
@@ -546,6 +568,8 @@ class Engine:
             fills = length // BLOCK > (length - len(row.token_ids)) // BLOCK
             if fills and request.state is State.DECODE:
                 self._prefixes.remember(request, length)
+        if not self._is_parallel:
+            self._slow.note(requests)
         self._begin_decoding([piece.request for piece in along])
         self._ended = ended
 
@@ -557,8 +581,12 @@ class Engine:
         if pace is not None and pace.stays_plain(len(batch)):
             upcoming = 0
         most = max(batch.num_draft_tokens, upcoming)
-        may_launch = self._has_clock and self._target.launches_at_once and not self._flights
+        may_launch = self._has_clock and self._target.launches_at_once
+        may_launch = may_launch and not self._flights and not self._slow
         if not may_launch or self._proposer.may_draft(most):
             return False
-        all_decode = len(self._scheduler.running(State.DECODE)) == len(self._scheduler.running())
-        return all_decode and not self._scheduler.ready()
+        return self._all_decode() and not self._scheduler.ready()
+
+    def _all_decode(self) -> bool:
+        running = self._scheduler.running()
+        return all(request.state is State.DECODE for request in running)

@@ -479,9 +479,11 @@ class GrammarLimits:
         of one regex or grammar.
     compile_seconds: wall-clock time of one compile.
     compile_bytes: memory of one compile, beyond what the process takes before it.
+    text_seconds: CPU time that the mask rows of one text may take in all; those that take less
+        than 0.02 s do not count. The request fails with a GrammarTooSlowError.
 
-    The last two bind for grammars that are large at first sight, see ``GrammarPipeline``. Raises
-    ConfigError for a limit that is not positive.
+    The two of compiling bind for grammars that are large at first sight, see ``GrammarPipeline``.
+    Raises ConfigError for a limit that is not positive.
     """
 
     source_bytes: int = 2**20
@@ -490,6 +492,7 @@ class GrammarLimits:
     alternatives: int = 10_000
     compile_seconds: float = 30.0
     compile_bytes: int = 2 * 2**30
+    text_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         _require_positive(self)

@@ -17,12 +17,8 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, num_mask_words
 
 
-class GrammarMatcher(Protocol):
-    """One text's position in a grammar. Used by one thread at a time."""
-
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, when the grammar refuses it."""
-        ...
+class RowSource(Protocol):
+    """What knows which tokens may come next."""
 
     # xgrammar takes tensors and arrays alike, hence Any.
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
@@ -31,6 +27,14 @@ class GrammarMatcher(Protocol):
         Bit ``t % 32`` of word ``t // 32`` is 1 when token t may come next. Returns whether the
         row forbids anything. Must not be called on a terminated matcher.
         """
+        ...
+
+
+class GrammarMatcher(RowSource, Protocol):
+    """One text's position in a grammar. Used by one thread at a time."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, when the grammar refuses it."""
         ...
 
     def fork(self) -> GrammarMatcher:
@@ -237,7 +241,7 @@ def accept_tokens(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
-def legal_row(matcher: GrammarMatcher, vocab_size: int) -> NDArray[np.int32]:
+def legal_row(matcher: RowSource, vocab_size: int) -> NDArray[np.int32]:
     """int32 [W]: the tokens that may come next; the matcher does not move."""
     row = np.zeros((1, num_mask_words(vocab_size)), dtype=np.int32)
     matcher.fill_next_token_bitmask(row)

@@ -13,14 +13,19 @@ tokens have passed, it is made anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+
+import torch
+from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
+    RowSource,
     Source,
     as_matcher,
 )
@@ -36,10 +41,28 @@ MOST_UNREAD = 64
 READ_BY_A_COPY = 8
 
 
+class KeptRow:
+    """A mask row that was filled before the step that needs it; fills as its matcher would.
+
+    row: int32 [W] on the host.
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self._row = row
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        """Write the row; True: it may forbid tokens."""
+        bitmask[index].copy_(self._row)
+        return True
+
+
 class Fork:
     """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
 
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
+
+    kept: the row of the committed text, where that was filled before; None where it was not.
+    clock: tells seconds. seconds: that filling its rows took since somebody took them.
 
     Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
     cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
@@ -49,6 +72,9 @@ class Fork:
         self._matcher = as_matcher(matcher)
         self._excluded = excluded
         self.token_ids: list[int] = []
+        self.kept: KeptRow | None = None
+        self.clock: Callable[[], float] = time.perf_counter
+        self.seconds = 0.0
         self._source: Source | None = None  # goes alone
         self._unheard: list[int] = []  # what it took, committed tokens among them
 
@@ -70,6 +96,11 @@ class Fork:
         return self._source is not None
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the CPU time of its own rows counts, else that of a clock."""
+        return self.clock is time.thread_time
+
+    @property
     def is_terminated(self) -> bool:
         """Whether the last token ended the text."""
         if self._source is None:
@@ -77,8 +108,10 @@ class Fork:
         return bool(self._unheard) and self._unheard[-1] in self._source.stops
 
     @property
-    def row_source(self) -> GrammarMatcher:
-        """See ``Matcher``."""
+    def row_source(self) -> RowSource:
+        """See ``Matcher``; of what fills the next row nothing else is asked."""
+        if self.kept is not None and not self.token_ids:
+            return self.kept
         return self._matcher.row_source if self._source is None else self._source.matcher
 
     def begin(self) -> None:
@@ -140,6 +173,7 @@ class Fork:
     def commit(self) -> None:
         """What the fork is ahead by is committed: it cannot be taken back any more."""
         self.token_ids.clear()
+        self.kept = None
 
     def _settle(self) -> None:
         """Bring the matcher to where its source went."""
@@ -177,6 +211,28 @@ class Constraint:
         self._failure: GrammarStateError | None = None
 
     @property
+    def has_row(self) -> bool:
+        """Whether ``prepare`` has filled the row behind the committed text."""
+        return self._fork.kept is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """As of its fork: ``take_seconds`` counts CPU time."""
+        return self._fork.is_timed
+
+    @is_timed.setter
+    def is_timed(self, is_timed: bool) -> None:
+        self._fork.clock = time.thread_time if is_timed else time.perf_counter
+
+    def take_seconds(self) -> float:
+        """What its matchers took since the last call; of rows that are filled with those of
+        others, at least so much.
+        """
+        fork = self._fork
+        seconds, fork.seconds = fork.seconds, 0.0
+        return seconds
+
+    @property
     def has_budget(self) -> bool:
         """Whether its grammar makes the text end in time, as long as a way to an end is known."""
         return self._original.budget is not None
@@ -193,6 +249,8 @@ class Constraint:
         None where one of these rows may be another than the table's. Costs little: the matchers
         need not have read the last tokens.
         """
+        if self.has_row:
+            return None
         place = self._place
         if place is None or (place.room < ahead and not place.reaches(ahead)):
             place, unread = self._original.table_place(), self.committed[self._num_read :]
@@ -209,10 +267,27 @@ class Constraint:
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
+        fork = self._fork
+        began = fork.clock()
         self._advance_fork()
-        self._fork.rollback_to(0)
-        self._fork.begin()
-        return self._fork
+        fork = self._fork
+        fork.rollback_to(0)
+        fork.begin()
+        fork.seconds += fork.clock() - began
+        return fork
+
+    def prepare(self, num_words: int) -> None:
+        """Bring both matchers to the end of the committed text, and fill the row behind it.
+
+        num_words: W of the row. May be called on another thread than those of the steps, while
+        nobody else calls anything of this constraint.
+        """
+        fork = self.fork()
+        self._read_committed()
+        if self._failure is None and not fork.is_terminated:
+            row = torch.full((1, num_words), -1, dtype=torch.int32)
+            fork.row_source.fill_next_token_bitmask(row, 0)
+            fork.kept = KeptRow(row[0])
 
     def commit(self, token_ids: Sequence[int]) -> list[int]:
         """Advance the original; returns the tokens up to the one that ended the text.
@@ -295,7 +370,11 @@ class Constraint:
         says where it stands may stay behind.
         """
         if self._place is None:
+            fork = self._fork
+            began = fork.clock()
             self._read_committed()
+            fork = self._fork
+            fork.seconds += fork.clock() - began
         elif len(self.committed) - self._num_read >= MOST_UNREAD:
             self._advance_original()  # nobody may ever ask for the fork
         return self._failure
@@ -387,7 +466,8 @@ class Constraint:
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
         self._original, self._may_fail = matcher, matcher.may_fail
         self.is_terminated = matcher.is_terminated()
-        self._fork = Fork(matcher.fork(), self.compiled.excluded)
+        before, self._fork = self._fork, Fork(matcher.fork(), self.compiled.excluded)
+        self._fork.clock, self._fork.seconds = before.clock, before.seconds
         self._num_read = self._num_fork_read = len(self.committed)
         self._place = None
         self.resyncs += 1

@@ -156,6 +156,10 @@ class Walk:
 PATIENCE = 0.003
 SLOW_WALK = 0.00005
 WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
+# Seconds, in all and for each walk, that rows of one depth may take before each of their texts
+# counts as one that may take long.
+LONG_LEVEL = 0.02
+LONG_ROW = 0.0003
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
 WALKS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
@@ -222,28 +226,35 @@ class RowFiller:
             start, count = start + count, 2 * count
 
     def _fill_here(self, walks: Sequence[Walk]) -> None:
-        if len(walks) >= WALKS_TOGETHER:
-            self._fill_together(walks, self._batch)
-        else:
-            for walk in walks:
-                self._fill_alone(walk)
+        self._fill_share(walks, self._batch)
 
     def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
         """Deal the walks out; this thread takes its share too."""
         own, *others = (walks[start::threads] for start in range(threads))
         running: list[Future[None]] = [
-            _pool().submit(self._fill_together, share, XGrammarBatch()) for share in others
+            _pool().submit(self._fill_share, share, XGrammarBatch()) for share in others
         ]
         try:
-            self._fill_together(own, self._batch)
+            self._fill_share(own, self._batch)
         finally:
             wait(running)  # whatever happens: nobody may write into the next step's rows
         for share in running:
             share.result()
 
+    def _fill_share(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
+        """One by one where they are few, or where it counts what each of them takes."""
+        alone = [walk for walk in walks if walk.fork is not None and walk.fork.is_timed]
+        together = [walk for walk in walks if walk not in alone] if alone else walks
+        if len(together) < WALKS_TOGETHER:
+            alone, together = list(walks), ()
+        self._fill_together(together, batch)
+        for walk in alone:
+            self._fill_alone(walk)
+
     def _fill_alone(self, walk: Walk) -> None:
         fork = walk.fork
         assert fork is not None
+        began = fork.clock()
         # Tokens may have been appended unfilled: back to the first missing row, and up again.
         if len(fork.token_ids) > walk.filled:
             fork.rollback_to(walk.filled)
@@ -254,6 +265,7 @@ class RowFiller:
         if walk.num_missing:
             self._rows.fill(fork.row_source, walk.request, len(walk.drafted))
             walk.filled += 1
+        fork.seconds += fork.clock() - began
 
     def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
         """Every walk's next missing row, then the row after that, ..."""
@@ -261,6 +273,7 @@ class RowFiller:
             if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
                 walk.fork.rollback_to(walk.filled)
         while walks:
+            began = time.perf_counter()
             self._fill_level(batch, walks)
             left: list[Walk] = []
             for walk in walks:
@@ -269,6 +282,11 @@ class RowFiller:
                     walk.fork.accept(walk.drafted[at])
                     if walk.num_missing:
                         left.append(walk)
+            seconds = time.perf_counter() - began
+            if seconds > LONG_LEVEL + LONG_ROW * len(walks):  # one of them takes long
+                for walk in walks:
+                    if walk.fork is not None:
+                        walk.fork.seconds += seconds
             walks = left
 
     def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:

@@ -19,7 +19,7 @@ import xgrammar
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.protocol import RowSource
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
@@ -293,7 +293,7 @@ class MaskBlock:
         """A copy from here is under way: the next ``clear`` waits for its event."""
         self._copies.append(copied)
 
-    def fill(self, matcher: GrammarMatcher, row: int) -> None:
+    def fill(self, matcher: RowSource, row: int) -> None:
         """Fill one row from the matcher's state."""
         self._is_filled[row] = True  # first: a matcher that fails may have written a part of it
         matcher.fill_next_token_bitmask(self._rows, row)
@@ -482,7 +482,7 @@ class MaskRows:
         self._filling = _beside().submit(fill)
         return self._filling
 
-    def fill(self, matcher: GrammarMatcher, request: int, depth: int) -> None:
+    def fill(self, matcher: RowSource, request: int, depth: int) -> None:
         """Fill one row from the matcher's state."""
         self._block.fill(matcher, self._at(request, depth))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarStateError
 from guided_spec.masks.constraint import Constraint, Fork
-from tests.toys import EOS, ToyCompiled, ToyMatcher, hashed_rule, text_rule
+from guided_spec.ops.mask_words import num_mask_words
+from tests.toys import EOS, VOCAB_SIZE, ToyCompiled, ToyMatcher, hashed_rule, text_rule
 
 
 def matchers(constraint: Constraint) -> tuple[ToyMatcher, ToyMatcher]:
@@ -289,3 +291,56 @@ def test_a_fork_that_refuses_for_good_ends_the_next_commit() -> None:
     with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
         constraint.commit_ahead([2])
     assert constraint.committed == [0, 1]
+
+
+def row_of(fork: Fork) -> list[int]:
+    row = torch.zeros((2, num_mask_words(VOCAB_SIZE)), dtype=torch.int32)
+    fork.row_source.fill_next_token_bitmask(row, 1)
+    assert not row[0].any()
+    found: list[int] = row[1].tolist()
+    return found
+
+
+@given(st.integers(0, 5), PICKS, PICKS)
+def test_a_row_that_was_prepared_is_the_matchers(
+    seed: int, before: list[int], draft: list[int]
+) -> None:
+    plain, prepared = (Constraint(ToyCompiled(hashed_rule(seed))) for _ in range(2))
+    tokens = [token for token in legal_walk(seed, before) if token != EOS]
+    for constraint in (plain, prepared):
+        constraint.commit_ahead(tokens)
+    prepared.prepare(num_mask_words(VOCAB_SIZE))
+    assert prepared.has_row
+    assert not plain.has_row
+    forks = [constraint.fork() for constraint in (plain, prepared)]
+    assert row_of(forks[0]) == row_of(forks[1])
+    for pick in draft:  # behind it the matcher is asked
+        if forks[0].is_terminated:
+            break
+        _, ahead = matchers(plain)
+        token = sorted(ahead.legal())[pick % len(ahead.legal())]
+        assert [fork.accept(token) for fork in forks] == [True, True]
+        if not forks[0].is_terminated:
+            assert row_of(forks[0]) == row_of(forks[1])
+    again = [constraint.fork() for constraint in (plain, prepared)]
+    assert row_of(again[0]) == row_of(again[1])
+    if forks[0].token_ids:
+        for constraint in (plain, prepared):
+            constraint.commit(forks[0].token_ids[:1])
+        assert not prepared.has_row
+
+
+@given(st.integers(0, 5), PICKS, st.integers(0, 6), PICKS)
+def test_it_restarts_from_its_tokens(
+    seed: int, picks: list[int], length: int, draft: list[int]
+) -> None:
+    """Wherever a step that raised left it."""
+    tokens = [token for token in legal_walk(seed, picks) if token != EOS]
+    constraint = Constraint(ToyCompiled(hashed_rule(seed)))
+    constraint.commit_ahead(tokens)
+    for pick in draft:
+        constraint.fork().accept(pick)
+    constraint.restart(length)
+    original, ahead = matchers(constraint)
+    assert constraint.committed == original.tokens == ahead.tokens == tokens[:length]
+    assert constraint.commit(tokens[length:]) == tokens[length:]
