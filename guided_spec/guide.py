@@ -31,6 +31,7 @@ from guided_spec.ops.sampling.adjust import (
     Adjustments,
     RuleTable,
     TokenRules,
+    Words,
     check_token_ids,
     spell_bad_words,
 )
@@ -84,7 +85,7 @@ class GuidedText:
         *,
         max_length: int,
         seed: int,
-        bad_words: tuple[tuple[int, ...], ...] = (),
+        bad_words: Words = (),
         verifier: Verifier = "rejection",
     ) -> GuidedText:
         """A text behind a prompt, without a slot and without its grammar.

@@ -16,6 +16,7 @@ from collections.abc import (
 from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import fields
+from functools import partial
 from typing import Any, Unpack, overload
 
 from tqdm.auto import tqdm
@@ -53,7 +54,7 @@ from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words
+from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
@@ -282,7 +283,9 @@ class LLM:
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        stream = achunks(self.submit, listed, params, failures, manner)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 collector.add(chunk)
@@ -300,8 +303,10 @@ class LLM:
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=True, is_traced=trace)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         # Closed here: else the requests would run until the garbage collector comes by.
-        stream = achunks(self.submit, listed, params, failures, manner)
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -399,11 +404,13 @@ class LLM:
         params: Params,
         report: Callable[[Chunk], None],
         manner: Manner,
+        words: Sequence[Words | None] | None = None,
     ) -> list[Request | None]:
         """Queue every sample of every prompt, and return at once: what ``stream`` is made of.
 
         report: called from the engine's thread with every chunk; it must be quick. One that failed
             at once is reported before this returns, and is None in what this returns.
+        words: the bad words of each prompt's parameters in tokens; None where they are not known.
 
         Raises ConfigError for parameters that do not fit the prompts, and after ``close``.
         """
@@ -411,9 +418,10 @@ class LLM:
         given = self.default_params if params is None else params
         matched = match_params(given, len(prompts))
         source = TraceSource(self.proposer, self.config.verifier) if manner.is_traced else None
+        spelled = [None] * len(matched) if words is None else words
         for index, (prompt, param) in enumerate(zip(prompts, matched, strict=True)):
             try:
-                job = self._job(prompt, param, source)._replace(
+                job = self._job(prompt, param, spelled[index], source)._replace(
                     prompt_index=index, is_streamed=manner.is_streamed
                 )
                 requests.extend(_samples(job, self.vocabulary, report))
@@ -426,10 +434,16 @@ class LLM:
         self._runner.submit([request for request in requests if request is not None])
         return requests
 
-    def _job(self, prompt: Prompt, params: SamplingParams, traced: TraceSource | None) -> Job:
+    def _job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        words: Words | None,
+        traced: TraceSource | None,
+    ) -> Job:
         prompt_ids = self._encoder.encode(prompt)
         check_token_ids(params, self.vocabulary.vocab_size)
-        words = spell_bad_words(params, self.tokenizer, self.vocabulary.vocab_size)
+        words = self._encoder.bad_words(params) if words is None else words
         seed = self._seeds.draw() if params.seed is None else params.seed
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
         job = Job(prompt_ids, params, self.max_model_len, seed, endings=self._endings)

@@ -48,6 +48,7 @@ from guided_spec.engine.setup import Options, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,13 @@ class _Failed(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A request. number: that its chunks bear."""
+    """A request. number: that its chunks bear. The rest: as ``LLM.submit`` takes it."""
 
     number: int
     prompts: list[Prompt]
     params: list[SamplingParams]
     manner: Manner
+    words: list[Words | None]
 
 
 class _Cancelled(NamedTuple):
@@ -165,8 +167,12 @@ class EngineProcess:
         """``LLM.astream``."""
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
-        params = self.default_params if params is None else params
-        stream = achunks(self._child.submit, split_prompts(prompts), params, failures, manner)
+        listed = split_prompts(prompts)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        # Here: the thread that takes requests in over there is one for all of them.
+        words = await self._encoder.bad_words_aside(matched)
+        submit = partial(self._child.submit, words=words)
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -262,11 +268,12 @@ class _Child:
         params: Params,
         report: Callable[[Chunk], None],
         manner: Manner,
+        words: list[Words | None],
     ) -> Sequence[_Submission]:
         """As ``LLM.submit``, with parameters."""
         assert params is not None
         matched = match_params(params, len(prompts))
-        asked = _Asked(next(self._numbers), list(prompts), matched, manner)
+        asked = _Asked(next(self._numbers), list(prompts), matched, manner, words)
         submission = _Submission(asked, report, self._outbox)
         samples = [submission] * len(submission.unended)
         with self._lock:
@@ -400,7 +407,8 @@ def _answer(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) 
             samples = {number: left for number, left in samples.items() if any(map(_runs, left))}
             report = partial(_report, outgoing, message.number)
             try:
-                asked = llm.submit(message.prompts, message.params, report, message.manner)
+                _, prompts, params, manner, words = message
+                asked = llm.submit(prompts, params, report, manner, words)
                 samples[message.number] = asked
             except GuidedSpecError as error:
                 outgoing.put(_Failed(message.number, error))

@@ -17,6 +17,7 @@ from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
+from guided_spec.ops.sampling.adjust import Words
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
@@ -197,7 +198,7 @@ class Job(NamedTuple):
     prompt_index: int = 0
     sample_index: int = 0
     echo: str = ""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Words = ()
     marker: Marker | None = None
     scoring: Scoring | None = None
     is_streamed: bool = True

@@ -51,7 +51,7 @@ def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
     """Texts, tokens, logprobs, traces and parsed values, whichever process writes them."""
     grammar = GrammarSpec.json_schema(SCHEMA)
     one = SamplingParams(max_tokens=40, seed=5, n=2, logprobs=2, grammar=grammar)
-    two = SamplingParams(max_tokens=12, temperature=0.0)
+    two = SamplingParams(max_tokens=12, temperature=0.0, bad_words=["my", "name", [7]])
     ask: Any = (["My name is", "Hello"], [one, two])
     with LLM(**OPTIONS) as llm:
         here = asyncio.run(chunks_of(llm, *ask, trace=True))

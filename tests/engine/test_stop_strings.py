@@ -44,10 +44,7 @@ def lines_of(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     "stop",
     [
-        [
-            "a" * (MAX_STOP_LETTERS - MAX_STOP_STRINGS + at) + "b"
-            for at in range(MAX_STOP_STRINGS)
-        ],
+        ["a" * (MAX_STOP_LETTERS - MAX_STOP_STRINGS + at) + "b" for at in range(MAX_STOP_STRINGS)],
         [chr(ord("b") + at) * MAX_STOP_LETTERS for at in range(MAX_STOP_STRINGS)],
         ["aab" * 300 + chr(ord("A") + at) for at in range(MAX_STOP_STRINGS)],
     ],

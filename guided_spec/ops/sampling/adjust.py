@@ -26,6 +26,9 @@ from guided_spec.types import SamplingParams, require_word_length
 ANY = -2  # in a ban's prefix: any token, or none
 FOR_EVER = 2**62
 
+Words = tuple[tuple[int, ...], ...]
+"""Bad words as tokens."""
+
 
 class OwnBans(NamedTuple):
     """The m bans of one request, on the host: see ``Bans``."""
@@ -45,7 +48,7 @@ class TokenRules:
     """
 
     params: SamplingParams
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Words = ()
     stop_ids: tuple[int, ...] = ()
 
     @property
@@ -226,9 +229,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise ConfigError(name, token, fix)
 
 
-def spell_bad_words(
-    params: SamplingParams, tokenizer: Any, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
+def spell_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     """Every token sequence that ``params.bad_words`` stand for, each once.
 
     A str gives its tokens as they are at the start of a text and behind a space; a spelling with a
@@ -236,10 +237,10 @@ def spell_bad_words(
     """
     spelled: dict[tuple[int, ...], None] = {}
     written = [word for word in params.bad_words if isinstance(word, str)]
-    for word in written:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
+    for text in written:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
             fix = "it holds half of a surrogate pair, which no tokenizer can read; replace it"
-            raise ConfigError("bad_words", word, fix)
+            raise ConfigError("bad_words", text, fix)
     texts = [text for word in written for text in (word, f" {word}")]
     # All in one call, which costs as much as it has letters: most of a short one is the call.
     found = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
