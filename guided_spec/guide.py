@@ -24,6 +24,7 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows, default_table_bytes
 from guided_spec.models.tokenizer import end_of_text_ids
@@ -271,7 +272,7 @@ class Batches:
         return found
 
 
-class Guide:
+class Guide(Homebound):
     """Opens texts with grammars, and makes the batches that a step takes.
 
     vocabulary: the target's tokens. tokenizer: the target's, of Hugging Face.
@@ -280,7 +281,8 @@ class Guide:
         ``EngineConfig()``.
     device: where the target's logits are.
 
-    Used by one thread; grammars are compiled in others. Raises ConfigError and ModelError.
+    Used by one thread; grammars are compiled in others, which a fork does not have: there, and for
+    a copy, OtherProcessError is raised. Raises ConfigError and ModelError.
     """
 
     def __init__(
@@ -291,6 +293,7 @@ class Guide:
         *,
         device: torch.device,
     ) -> None:
+        self.home = Home("Guide")
         self.vocabulary = vocabulary
         self.config = config = config or EngineConfig()
         self.device = device
@@ -317,6 +320,7 @@ class Guide:
         """
         if params.grammar is None:
             return None
+        self.home.require()
         markers, queue, _ = self._grammars
         return queue.submit(markers.bind(params.grammar, prompt_ids))
 

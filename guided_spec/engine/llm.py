@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import weakref
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -54,6 +53,7 @@ from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
@@ -81,7 +81,7 @@ class ProgressBar:
         self._bar.close()
 
 
-class LLM:
+class LLM(Homebound):
     """Constrained speculative generation with a Hugging Face causal language model.
 
     model: a hub id, a folder, or a loaded ``PreTrainedModel``; None or "bundled" takes the bundled
@@ -95,7 +95,8 @@ class LLM:
     options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
 
     One LLM may be used from many threads and tasks at once: their requests share batches. It is
-    closed when it is garbage collected, by ``close``, or as a context manager.
+    closed when it is garbage collected, by ``close``, or as a context manager. It belongs to the
+    process that made it, ``home``: forks, pickling and copying raise OtherProcessError.
 
     Raises ConfigError and ModelError.
     """
@@ -111,6 +112,7 @@ class LLM:
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self.home = Home("LLM")
         options["num_draft_tokens"] = num_draft_tokens
         own = {} if engine_options is None else engine_options
         wanted = Wanted(model, proposer, draft, options, own)
@@ -129,7 +131,7 @@ class LLM:
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
         self._markers, self._grammars, self._endings = setup.grammars
-        self._close = weakref.finalize(self, _close, self._runner, self._grammars)
+        self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
     def generate(
         self,
@@ -265,6 +267,7 @@ class LLM:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
                     yield chunk
+                    self.home.require()  # who forks here has nobody to wait for
                 failures.look_at(chunk, len(prompts))
                 yield chunk
         finally:
@@ -342,12 +345,14 @@ class LLM:
 
         Raises ConfigError, PromptError, and what ended the first prompt that failed.
         """
+        self.home.require()
         return self._chooser.choose(prompts, choices, paths)
 
     async def achoose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:
         """``choose`` for asyncio. Cancelling the task cancels the requests."""
+        self.home.require()
         return await self._chooser.achoose(prompts, choices, paths)
 
     @property
@@ -358,6 +363,7 @@ class LLM:
     @property
     def load(self) -> Load:
         """How many samples run and wait, of all callers."""
+        self.home.require()
         return self._runner.load
 
     def with_proposer(self, proposer: str, draft: Any = None, **changes: Any) -> LLM:
@@ -384,6 +390,7 @@ class LLM:
 
         grammars: as ``GrammarSpec.of`` takes them. Raises ConfigError for what is no list of these.
         """
+        self.home.require()
         if isinstance(grammars, Mapping) or not isinstance(grammars, Iterable):
             raise ConfigError("grammars", grammars, "must be a list of grammars, or of one")
         wait([self._grammars.submit(GrammarSpec.of(grammar)) for grammar in grammars])
@@ -414,6 +421,7 @@ class LLM:
 
         Raises ConfigError for parameters that do not fit the prompts, and after ``close``.
         """
+        self.home.require()
         requests: list[Request | None] = []
         given = self.default_params if params is None else params
         matched = match_params(given, len(prompts))

@@ -48,6 +48,7 @@ from guided_spec.engine.setup import Options, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
@@ -101,7 +102,7 @@ class _Reported(NamedTuple):
     chunk: Chunk
 
 
-class EngineProcess:
+class EngineProcess(Homebound):
     """What a server needs of an ``LLM``, which runs in another process.
 
     The arguments are those of ``LLM``, but a model and a draft are named, not loaded.
@@ -114,6 +115,7 @@ class EngineProcess:
     """
 
     def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
+        self.home = Home("EngineProcess")
         options = Options.from_dict(
             {n: v for n, v in arguments.items() if n not in ("proposer", "draft")}
         )
@@ -140,6 +142,7 @@ class EngineProcess:
     @property
     def load(self) -> Load:
         """How many samples run and wait."""
+        self.home.require()
         return self._child.load
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -165,6 +168,7 @@ class EngineProcess:
         trace: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """``LLM.astream``."""
+        self.home.require()
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
         listed = split_prompts(prompts)
@@ -178,8 +182,9 @@ class EngineProcess:
                 yield chunk
 
     def close(self) -> None:
-        """Cancel what runs and end the process. May be called more than once."""
-        self._child.close()
+        """Cancel what runs and end the process. May be called more than once; not by a fork."""
+        if self.home.is_here:
+            self._child.close()
 
     def __enter__(self) -> EngineProcess:
         return self

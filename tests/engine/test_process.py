@@ -6,11 +6,13 @@ import asyncio
 import gc
 import logging
 import os
+import pickle
 import queue
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ from guided_spec.engine import process as processes
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import EngineProcess
-from guided_spec.errors import ConfigError, ModelError, UnsupportedSchemaError
+from guided_spec.errors import ConfigError, ModelError, OtherProcessError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.trace.record import Trace
 from guided_spec.types import SamplingParams
+from tests.processes import in_fork
 from tests.server.running import until
 
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_batch_size": 4}
@@ -95,6 +98,18 @@ def test_errors_are_those_of_an_llm(process: EngineProcess) -> None:
         asyncio.run(chunks_of(process, ["A"], [LONG, LONG]))
     with pytest.raises(ConfigError, match="on_error"):
         asyncio.run(chunks_of(process, ["A"], LONG, on_error="ignore"))
+
+
+def test_a_fork_is_told_at_once_and_ends_nothing(process: EngineProcess) -> None:
+    ask = partial(chunks_of, process, ["A"], SamplingParams(max_tokens=2))
+    uses: list[Callable[[], object]] = [lambda: asyncio.run(ask()), lambda: process.load]
+    for use in uses:
+        with pytest.raises(OtherProcessError, match="^this EngineProcess was made in process"):
+            in_fork(use)
+    with pytest.raises(OtherProcessError, match="^this EngineProcess cannot be pickled"):
+        pickle.dumps(process)
+    in_fork(process.close)
+    assert asyncio.run(ask())[-1].completion is not None
 
 
 def test_leaving_a_stream_cancels_it(process: EngineProcess) -> None:
