@@ -41,6 +41,7 @@ def lines_of(function: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "stop",
     [
