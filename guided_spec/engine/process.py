@@ -98,8 +98,11 @@ class _Cancelled(NamedTuple):
 
 
 class _Reported(NamedTuple):
+    """chunk: without what the other side knows: the grammar, and the answer but for its length."""
+
     number: int
     chunk: Chunk
+    answer_length: int
 
 
 class EngineProcess(Homebound):
@@ -220,6 +223,7 @@ class _Submission:
         self._grammars = [params.grammar for params in asked.params]
         self._report = report
         self._outbox = outbox
+        self._texts = dict[tuple[int, int], str]()  # of samples, as far as they have come
         self.unended = {(at, i) for at, one in enumerate(asked.params) for i in range(one.n)}
 
     def cancel(self) -> None:
@@ -227,19 +231,25 @@ class _Submission:
         if self.unended:
             self._outbox.put(_Cancelled(self._number))
 
-    def take(self, chunk: Chunk) -> None:
-        """A chunk without its grammar, which stays on this side."""
+    def take(self, chunk: Chunk, answer_length: int) -> None:
+        """A chunk as ``_Reported`` has it."""
         grammar, completion = self._grammars[chunk.prompt_index], chunk.completion
-        if completion is not None:
+        sample = (chunk.prompt_index, chunk.sample_index)
+        if completion is None:
+            text = self._texts[sample] = self._texts.get(sample, "") + chunk.text
+            answer = text[len(text) - answer_length :]  # it is all behind its beginning
+        else:
             completion = completion._replace(grammar=grammar)
-            self.unended.discard((chunk.prompt_index, chunk.sample_index))
-        self._report(chunk._replace(grammar=grammar, completion=completion))
+            answer = completion.answer
+            self.unended.discard(sample)
+            self._texts.pop(sample, None)
+        self._report(chunk._replace(grammar=grammar, completion=completion, answer=answer))
 
     def fail(self, error: GuidedSpecError) -> None:
         """End what has not ended."""
         for prompt, sample in sorted(self.unended):
             failed = Completion("", [], "error", error, RequestStats())
-            self.take(Chunk(prompt, sample, "", failed))
+            self.take(Chunk(prompt, sample, "", failed), 0)
 
 
 class _Child:
@@ -332,9 +342,9 @@ class _Child:
 
     def _take(self, message: Any) -> None:
         match message:
-            case _Reported(number, chunk):
+            case _Reported(number, chunk, answer_length):
                 submission = self._submissions[number]
-                submission.take(chunk)
+                submission.take(chunk, answer_length)
                 if not submission.unended:
                     del self._submissions[number]
             case Load():
@@ -427,11 +437,12 @@ def _runs(sample: Request | None) -> bool:
 
 
 def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None:
-    """From the engine's thread. The grammar, which may be long, is known on the other side."""
+    """From the engine's thread. What may be long, and is known on the other side, is not sent."""
     completion = chunk.completion
     if completion is not None:
         completion = completion._replace(grammar=None)
-    outgoing.put(_Reported(number, chunk._replace(grammar=None, completion=completion)))
+    small = chunk._replace(grammar=None, completion=completion, answer="")
+    outgoing.put(_Reported(number, small, len(chunk.answer)))
 
 
 def _tell_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:

@@ -12,7 +12,10 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -71,6 +74,9 @@ def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
         assert mine is not None
         assert other is not None
         assert mine.token_ids == other.token_ids
+        assert mine.answer == other.answer
+        texts = accumulate(chunk.text for chunk in theirs)
+        assert [chunk.answer for chunk in theirs] == list(texts)
         assert mine.parsed == other.parsed
         assert mine.grammar == other.grammar
         assert [chunk.grammar for chunk in theirs] == [mine.grammar] * len(theirs)
@@ -110,6 +116,27 @@ def test_a_fork_is_told_at_once_and_ends_nothing(process: EngineProcess) -> None
         pickle.dumps(process)
     in_fork(process.close)
     assert asyncio.run(ask())[-1].completion is not None
+
+
+def test_an_answer_does_not_come_again_with_every_piece(
+    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times the text costs four times the bytes."""
+    sizes: list[int] = []
+
+    def receive(connection: Connection) -> Any:
+        data = connection.recv_bytes()
+        sizes.append(len(data))
+        return pickle.loads(data)
+
+    monkeypatch.setattr(Connection, "recv", receive)
+    totals = []
+    for max_tokens in (100, 400):
+        params = replace(LONG, max_tokens=max_tokens, bad_words=["\n"])
+        sizes.clear()
+        asyncio.run(chunks_of(process, ["A"], params))
+        totals.append(sum(sizes))
+    assert totals[1] < 5.5 * totals[0]
 
 
 def test_leaving_a_stream_cancels_it(process: EngineProcess) -> None:
