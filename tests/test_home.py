@@ -118,8 +118,7 @@ def test_a_server_s_worker_does_not_start_behind_a_fork(llm: LLM) -> None:
     app = build_app(llm)
 
     async def start() -> None:
-        async with app.router.lifespan_context(app):
-            pass
+        await app.router.lifespan_context(app).__aenter__()
 
     asyncio.run(start())
     with pytest.raises(OtherProcessError, match=MADE):
