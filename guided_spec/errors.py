@@ -5,6 +5,7 @@ GuidedSpecError
 │   └── UnknownProposerError             a proposer name that nobody registered
 ├── ModelError                           a model or tokenizer cannot be loaded or used
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
+├── OtherProcessError                    an LLM in, or sent to, a process that did not make it
 ├── TrainingStoppedError                 a signal ended a training run, which was saved
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── PromptError                      empty or of the wrong type
@@ -38,6 +39,7 @@ __all__ = [
     "GuidedSpecError",
     "ModelError",
     "NoTokenLeftError",
+    "OtherProcessError",
     "PromptError",
     "PromptTooLongError",
     "RequestCancelledError",
@@ -93,6 +95,10 @@ class ModelError(GuidedSpecError):
 
 class VocabularyMismatchError(ModelError):
     """The draft model's vocabulary is not the target's."""
+
+
+class OtherProcessError(GuidedSpecError):
+    """What has threads is used in a fork, or was to be pickled or copied."""
 
 
 class TrainingStoppedError(GuidedSpecError):

@@ -24,6 +24,7 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows, default_table_bytes
 from guided_spec.models.tokenizer import end_of_text_ids
@@ -31,6 +32,7 @@ from guided_spec.ops.sampling.adjust import (
     Adjustments,
     RuleTable,
     TokenRules,
+    Words,
     check_token_ids,
     spell_bad_words,
 )
@@ -84,7 +86,7 @@ class GuidedText:
         *,
         max_length: int,
         seed: int,
-        bad_words: tuple[tuple[int, ...], ...] = (),
+        bad_words: Words = (),
         verifier: Verifier = "rejection",
     ) -> GuidedText:
         """A text behind a prompt, without a slot and without its grammar.
@@ -276,7 +278,7 @@ class Batches:
         return found
 
 
-class Guide:
+class Guide(Homebound):
     """Opens texts with grammars, and makes the batches that a step takes.
 
     vocabulary: the target's tokens. tokenizer: the target's, of Hugging Face.
@@ -285,7 +287,8 @@ class Guide:
         ``EngineConfig()``.
     device: where the target's logits are.
 
-    Used by one thread; grammars are compiled in others. Raises ConfigError and ModelError.
+    Used by one thread; grammars are compiled in others, which a fork does not have: there, and for
+    a copy, OtherProcessError is raised. Raises ConfigError and ModelError.
     """
 
     def __init__(
@@ -296,6 +299,7 @@ class Guide:
         *,
         device: torch.device,
     ) -> None:
+        self.home = Home("Guide")
         self.vocabulary = vocabulary
         self.config = config = config or EngineConfig()
         self.device = device
@@ -322,6 +326,7 @@ class Guide:
         """
         if params.grammar is None:
             return None
+        self.home.require()
         markers, queue, _ = self._grammars
         return queue.submit(markers.bind(params.grammar, prompt_ids))
 

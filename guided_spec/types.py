@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from guided_spec.errors import ConfigError
@@ -29,6 +30,13 @@ MAX_SEED = MAX_INTEGER = 2**63 - 1  # what a tensor of integers holds
 MAX_COUNT = 2**31 - 1  # of tokens, samples and ids: sums of them stay within 64 bits
 MAX_BIAS = 1e9  # nothing a model or a penalty does to it leaves float32
 MAX_LOGPROBS = 20
+
+# What one request may name: all of it is read in a thread, and used in steps, that others share.
+MAX_STOP_STRINGS, MAX_STOP_LETTERS = 64, 1024
+MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS, MAX_BAD_LETTERS = 1024, 2**14  # letters, or tokens, of all of them
+MAX_BAD_WORD = 64  # letters of one, or tokens
+MAX_BIASED = 2**20  # tokens: no vocabulary has more
 
 
 class Draft(NamedTuple):
@@ -124,8 +132,9 @@ class SamplingParams:
         callers with different ones learn nothing of each other's prompts from the time it takes.
     seed: in [0, 2**63); None draws one, which the output's stats report. What one promises:
         docs/exactness.md.
-    stop: strings that end the text; they are not part of it.
-    stop_token_ids: token ids that end the text, besides the model's own end-of-text tokens.
+    stop: strings that end the text; they are not part of it. At most 64 of 1,024 letters.
+    stop_token_ids: token ids that end the text, besides the model's own end-of-text tokens; 1,024
+        at most.
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match: a GrammarSpec, or what ``GrammarSpec.of`` takes, such as a
@@ -138,7 +147,8 @@ class SamplingParams:
         Kept as a sorted tuple of pairs.
     bad_words: what the text must not come to hold, behind the end of the prompt or across it. A str
         stands for its tokens at the start of a text and behind a space; other splits of the same
-        letters into tokens are not covered. Token ids stand for themselves.
+        letters into tokens are not covered. Token ids stand for themselves. At most 1,024 words of
+        64 letters or tokens, and 16,384 in all.
     allowed_token_ids: the only tokens that may be generated, those that end the text among them if
         they are listed; None allows all.
     min_tokens: tokens to generate before any token that ends the text. Stop strings and max_tokens
@@ -185,10 +195,8 @@ class SamplingParams:
     echo: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", _read_list("stop", self.stop))
-        stops = _read_list("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop", _read_stop(self.stop))
+        stops = _read_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
         require_kind("complete", self.complete, bool | None)
@@ -205,11 +213,6 @@ class SamplingParams:
         _require_range("min_p", self.min_p, low=0.0, high=1.0)
         if self.top_p == 0.0:
             raise ConfigError("top_p", self.top_p, "must be above 0; 1.0 keeps every token")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ConfigError("stop", text, "each stop string must be a non-empty str")
-        for token in self.stop_token_ids:
-            require_int("stop_token_ids", token, low=0, high=MAX_COUNT)
         if self.grammar is not None:
             object.__setattr__(self, "grammar", _read_grammar(self.grammar))
         if self.complete and self.grammar is None:
@@ -250,9 +253,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
         if self.allowed_token_ids is not None:
-            tokens = _read_list("allowed_token_ids", self.allowed_token_ids)
-            for token in tokens:
-                require_int("allowed_token_ids", token, low=0, high=MAX_COUNT)
+            tokens = _read_ids("allowed_token_ids", self.allowed_token_ids, MAX_BIASED)
             allowed = tuple(sorted(set(tokens)))
             if not allowed:
                 raise ConfigError("allowed_token_ids", (), "allow a token, or pass None for all")
@@ -286,11 +287,33 @@ def require_switches(**switches: object) -> None:
             raise ConfigError(name, value, "must be True or False")
 
 
-def _read_list(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+def _read_list(name: str, values: Iterable[Any], most: int) -> tuple[Any, ...]:
     try:
-        return tuple(values)
+        found = tuple(islice(values, most + 1))
     except TypeError:
         raise ConfigError(name, values, "must be a list") from None
+    if len(found) > most:
+        raise ConfigError(name, f"{len(found)} of them, or more", f"must be at most {most}")
+    return found
+
+
+def _read_ids(name: str, values: Iterable[Any], most: int) -> tuple[int, ...]:
+    found = _read_list(name, values, most)
+    if set(map(type, found)) != {int} or min(found) < 0 or max(found) > MAX_COUNT:
+        for token in found:
+            require_int(name, token, low=0, high=MAX_COUNT)
+    return found
+
+
+def _read_stop(given: str | Iterable[Any]) -> tuple[str, ...]:
+    found = _read_list("stop", [given] if isinstance(given, str) else given, MAX_STOP_STRINGS)
+    for text in found:
+        if not isinstance(text, str) or not text:
+            raise ConfigError("stop", text, "each stop string must be a non-empty str")
+        if len(text) > MAX_STOP_LETTERS:
+            fix = f"each stop string must have at most {MAX_STOP_LETTERS} letters"
+            raise ConfigError("stop", f"{len(text)} letters", fix)
+    return found
 
 
 def _require_range(name: str, value: object, *, low: float, high: float) -> None:
@@ -322,11 +345,13 @@ def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
         pairs = dict(bias)  # type: ignore[call-overload]  # which is what is tried
     except (TypeError, ValueError):
         raise ConfigError("logit_bias", bias, "must map token ids to numbers") from None
-    for token, value in pairs.items():
-        require_int("logit_bias", token, low=0, high=MAX_COUNT)
-        if value != float("-inf"):
-            _require_range(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
-    return tuple(sorted((token, float(value)) for token, value in pairs.items()))
+    _read_ids("logit_bias", pairs, MAX_BIASED)
+    kinds = set(map(type, pairs.values()))
+    if not kinds <= {int, float} or not all(-MAX_BIAS <= x <= MAX_BIAS for x in pairs.values()):
+        for token, value in pairs.items():
+            if value != float("-inf"):
+                _require_range(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
+    return tuple(sorted(zip(pairs, map(float, pairs.values()), strict=True)))
 
 
 def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
@@ -334,9 +359,23 @@ def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
         words = (words,)
     if not isinstance(words, Sequence):
         raise ConfigError("bad_words", words, "must be a list of strings or of lists of token ids")
-    for word in words:
+    num_letters = 0
+    for word in _read_list("bad_words", words, MAX_BAD_WORDS):
         if not isinstance(word, Sequence) or not word:
             raise ConfigError("bad_words", word, "each must be a non-empty str or token ids")
-        for token in () if isinstance(word, str) else word:
-            require_int("bad_words", token, low=0, high=MAX_COUNT)
+        require_word_length(word)
+        num_letters += len(word)
+        if not isinstance(word, str):
+            _read_ids("bad_words", word, MAX_BAD_WORD)
+    if num_letters > MAX_BAD_LETTERS:
+        fix = f"all together must have at most {MAX_BAD_LETTERS}"
+        raise ConfigError("bad_words", f"{num_letters} letters or tokens", fix)
     return tuple(word if isinstance(word, str) else tuple(word) for word in words)
+
+
+def require_word_length(word: Sequence[Any]) -> None:
+    """Raise ConfigError for a bad word of too many letters, or tokens."""
+    if len(word) > MAX_BAD_WORD:
+        kind = "letters" if isinstance(word, str) else "tokens"
+        fix = f"each must have at most {MAX_BAD_WORD}"
+        raise ConfigError("bad_words", f"{len(word)} {kind}", fix)

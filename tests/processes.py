@@ -7,10 +7,12 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -66,6 +68,30 @@ def _enter(arguments: tuple[str, ...], environment: Mapping[str, str], streams: 
     else:
         assert flag == "-m"
         runpy.run_module(code, run_name="__main__", alter_sys=True)
+
+
+def in_fork(function: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """What the function returns, or raises, in a fork of this process. It must not hang there."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            reply = (True, function())
+        except BaseException as error:
+            reply = (False, error)
+        writer.send(reply)
+        os._exit(0)
+    try:
+        assert reader.poll(seconds), f"nothing came back within {seconds} s"
+        is_returned, found = reader.recv()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not is_returned:
+        raise found
+    return found
 
 
 def run_forked(*arguments: str) -> Finished:

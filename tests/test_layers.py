@@ -16,7 +16,7 @@ BESIDE = sorted(path for name in ("benchmarks", "tools") for path in (ROOT / nam
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 LAYERS = (
-    {"bundled", "errors", "config", "kinds", "types"},
+    {"bundled", "errors", "config", "home", "kinds", "types"},
     {"ops", "grammar", "models"},
     {"masks", "conditioned", "core", "guide", "step"},
     {"proposers", "trace"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import weakref
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -16,6 +15,7 @@ from collections.abc import (
 from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import fields
+from functools import partial
 from typing import Any, Unpack, overload
 
 from tqdm.auto import tqdm
@@ -53,7 +53,8 @@ from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words
+from guided_spec.home import Home, Homebound
+from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
@@ -80,7 +81,7 @@ class ProgressBar:
         self._bar.close()
 
 
-class LLM:
+class LLM(Homebound):
     """Constrained speculative generation with a Hugging Face causal language model.
 
     model: a hub id, a folder, or a loaded ``PreTrainedModel``; None or "bundled" takes the bundled
@@ -94,7 +95,8 @@ class LLM:
     options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
 
     One LLM may be used from many threads and tasks at once: their requests share batches. It is
-    closed when it is garbage collected, by ``close``, or as a context manager.
+    closed when it is garbage collected, by ``close``, or as a context manager. It belongs to the
+    process that made it, ``home``: forks, pickling and copying raise OtherProcessError.
 
     Raises ConfigError and ModelError.
     """
@@ -110,6 +112,7 @@ class LLM:
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self.home = Home("LLM")
         options["num_draft_tokens"] = num_draft_tokens
         own = {} if engine_options is None else engine_options
         wanted = Wanted(model, proposer, draft, options, own)
@@ -128,7 +131,7 @@ class LLM:
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
         self._markers, self._grammars, self._endings = setup.grammars
-        self._close = weakref.finalize(self, _close, self._runner, self._grammars)
+        self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
     def generate(
         self,
@@ -264,6 +267,7 @@ class LLM:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
                     yield chunk
+                    self.home.require()  # who forks here has nobody to wait for
                 failures.look_at(chunk, len(prompts))
                 yield chunk
         finally:
@@ -282,7 +286,9 @@ class LLM:
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        stream = achunks(self.submit, listed, params, failures, manner)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 collector.add(chunk)
@@ -300,8 +306,10 @@ class LLM:
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=True, is_traced=trace)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         # Closed here: else the requests would run until the garbage collector comes by.
-        stream = achunks(self.submit, listed, params, failures, manner)
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -337,12 +345,14 @@ class LLM:
 
         Raises ConfigError, PromptError, and what ended the first prompt that failed.
         """
+        self.home.require()
         return self._chooser.choose(prompts, choices, paths)
 
     async def achoose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:
         """``choose`` for asyncio. Cancelling the task cancels the requests."""
+        self.home.require()
         return await self._chooser.achoose(prompts, choices, paths)
 
     @property
@@ -353,6 +363,7 @@ class LLM:
     @property
     def load(self) -> Load:
         """How many samples run and wait, of all callers."""
+        self.home.require()
         return self._runner.load
 
     def with_proposer(self, proposer: str, draft: Any = None, **changes: Any) -> LLM:
@@ -379,6 +390,7 @@ class LLM:
 
         grammars: as ``GrammarSpec.of`` takes them. Raises ConfigError for what is no list of these.
         """
+        self.home.require()
         if isinstance(grammars, Mapping) or not isinstance(grammars, Iterable):
             raise ConfigError("grammars", grammars, "must be a list of grammars, or of one")
         wait([self._grammars.submit(GrammarSpec.of(grammar)) for grammar in grammars])
@@ -399,21 +411,25 @@ class LLM:
         params: Params,
         report: Callable[[Chunk], None],
         manner: Manner,
+        words: Sequence[Words | None] | None = None,
     ) -> list[Request | None]:
         """Queue every sample of every prompt, and return at once: what ``stream`` is made of.
 
         report: called from the engine's thread with every chunk; it must be quick. One that failed
             at once is reported before this returns, and is None in what this returns.
+        words: the bad words of each prompt's parameters in tokens; None where they are not known.
 
         Raises ConfigError for parameters that do not fit the prompts, and after ``close``.
         """
+        self.home.require()
         requests: list[Request | None] = []
         given = self.default_params if params is None else params
         matched = match_params(given, len(prompts))
         source = TraceSource(self.proposer, self.config.verifier) if manner.is_traced else None
+        spelled = [None] * len(matched) if words is None else words
         for index, (prompt, param) in enumerate(zip(prompts, matched, strict=True)):
             try:
-                job = self._job(prompt, param, source)._replace(
+                job = self._job(prompt, param, spelled[index], source)._replace(
                     prompt_index=index, is_streamed=manner.is_streamed
                 )
                 requests.extend(_samples(job, self.vocabulary, report))
@@ -426,10 +442,16 @@ class LLM:
         self._runner.submit([request for request in requests if request is not None])
         return requests
 
-    def _job(self, prompt: Prompt, params: SamplingParams, traced: TraceSource | None) -> Job:
+    def _job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        words: Words | None,
+        traced: TraceSource | None,
+    ) -> Job:
         prompt_ids = self._encoder.encode(prompt)
         check_token_ids(params, self.vocabulary.vocab_size)
-        words = spell_bad_words(params, self.tokenizer, self.vocabulary.vocab_size)
+        words = self._encoder.bad_words(params) if words is None else words
         seed = self._seeds.draw() if params.seed is None else params.seed
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
         job = Job(prompt_ids, params, self.max_model_len, seed, endings=self._endings)

@@ -17,6 +17,7 @@ from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
+from guided_spec.home import once_per_process
 from guided_spec.kinds import require_one_of
 from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import SamplingParams, TokenLogprobs
@@ -395,7 +396,9 @@ class LoopMail:
             function()
 
 
-_MAIL = LoopMail()
+@once_per_process
+def _mail() -> LoopMail:
+    return LoopMail()
 
 
 async def achunks(
@@ -406,7 +409,7 @@ async def achunks(
     chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
     def report(chunk: Chunk) -> None:
-        _MAIL.call(loop, partial(chunks.put_nowait, chunk))
+        _mail().call(loop, partial(chunks.put_nowait, chunk))
 
     samples = submit(prompts, params, report, manner)
     try:

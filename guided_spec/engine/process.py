@@ -48,6 +48,8 @@ from guided_spec.engine.setup import Options, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
+from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -82,12 +84,13 @@ class _Failed(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A request. number: that its chunks bear."""
+    """A request. number: that its chunks bear. The rest: as ``LLM.submit`` takes it."""
 
     number: int
     prompts: list[Prompt]
     params: list[SamplingParams]
     manner: Manner
+    words: list[Words | None]
 
 
 class _Cancelled(NamedTuple):
@@ -95,11 +98,14 @@ class _Cancelled(NamedTuple):
 
 
 class _Reported(NamedTuple):
+    """chunk: without what the other side knows: the grammar, and the answer but for its length."""
+
     number: int
     chunk: Chunk
+    answer_length: int
 
 
-class EngineProcess:
+class EngineProcess(Homebound):
     """What a server needs of an ``LLM``, which runs in another process.
 
     The arguments are those of ``LLM``, but a model and a draft are named, not loaded.
@@ -112,6 +118,7 @@ class EngineProcess:
     """
 
     def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
+        self.home = Home("EngineProcess")
         options = Options.from_dict(
             {n: v for n, v in arguments.items() if n not in ("proposer", "draft")}
         )
@@ -138,6 +145,7 @@ class EngineProcess:
     @property
     def load(self) -> Load:
         """How many samples run and wait."""
+        self.home.require()
         return self._child.load
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -163,17 +171,23 @@ class EngineProcess:
         trace: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """``LLM.astream``."""
+        self.home.require()
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
-        params = self.default_params if params is None else params
-        stream = achunks(self._child.submit, split_prompts(prompts), params, failures, manner)
+        listed = split_prompts(prompts)
+        matched = match_params(self.default_params if params is None else params, len(listed))
+        # Here: the thread that takes requests in over there is one for all of them.
+        words = await self._encoder.bad_words_aside(matched)
+        submit = partial(self._child.submit, words=words)
+        stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def close(self) -> None:
-        """Cancel what runs and end the process. May be called more than once."""
-        self._child.close()
+        """Cancel what runs and end the process. May be called more than once; not by a fork."""
+        if self.home.is_here:
+            self._child.close()
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -209,6 +223,7 @@ class _Submission:
         self._grammars = [params.grammar for params in asked.params]
         self._report = report
         self._outbox = outbox
+        self._texts = dict[tuple[int, int], str]()  # of samples, as far as they have come
         self.unended = {(at, i) for at, one in enumerate(asked.params) for i in range(one.n)}
 
     def cancel(self) -> None:
@@ -216,19 +231,25 @@ class _Submission:
         if self.unended:
             self._outbox.put(_Cancelled(self._number))
 
-    def take(self, chunk: Chunk) -> None:
-        """A chunk without its grammar, which stays on this side."""
+    def take(self, chunk: Chunk, answer_length: int) -> None:
+        """A chunk as ``_Reported`` has it."""
         grammar, completion = self._grammars[chunk.prompt_index], chunk.completion
-        if completion is not None:
+        sample = (chunk.prompt_index, chunk.sample_index)
+        if completion is None:
+            text = self._texts[sample] = self._texts.get(sample, "") + chunk.text
+            answer = text[len(text) - answer_length :]  # it is all behind its beginning
+        else:
             completion = completion._replace(grammar=grammar)
-            self.unended.discard((chunk.prompt_index, chunk.sample_index))
-        self._report(chunk._replace(grammar=grammar, completion=completion))
+            answer = completion.answer
+            self.unended.discard(sample)
+            self._texts.pop(sample, None)
+        self._report(chunk._replace(grammar=grammar, completion=completion, answer=answer))
 
     def fail(self, error: GuidedSpecError) -> None:
         """End what has not ended."""
         for prompt, sample in sorted(self.unended):
             failed = Completion("", [], "error", error, RequestStats())
-            self.take(Chunk(prompt, sample, "", failed))
+            self.take(Chunk(prompt, sample, "", failed), 0)
 
 
 class _Child:
@@ -262,11 +283,12 @@ class _Child:
         params: Params,
         report: Callable[[Chunk], None],
         manner: Manner,
+        words: list[Words | None],
     ) -> Sequence[_Submission]:
         """As ``LLM.submit``, with parameters."""
         assert params is not None
         matched = match_params(params, len(prompts))
-        asked = _Asked(next(self._numbers), list(prompts), matched, manner)
+        asked = _Asked(next(self._numbers), list(prompts), matched, manner, words)
         submission = _Submission(asked, report, self._outbox)
         samples = [submission] * len(submission.unended)
         with self._lock:
@@ -320,9 +342,9 @@ class _Child:
 
     def _take(self, message: Any) -> None:
         match message:
-            case _Reported(number, chunk):
+            case _Reported(number, chunk, answer_length):
                 submission = self._submissions[number]
-                submission.take(chunk)
+                submission.take(chunk, answer_length)
                 if not submission.unended:
                     del self._submissions[number]
             case Load():
@@ -400,7 +422,8 @@ def _answer(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) 
             samples = {number: left for number, left in samples.items() if any(map(_runs, left))}
             report = partial(_report, outgoing, message.number)
             try:
-                asked = llm.submit(message.prompts, message.params, report, message.manner)
+                _, prompts, params, manner, words = message
+                asked = llm.submit(prompts, params, report, manner, words)
                 samples[message.number] = asked
             except GuidedSpecError as error:
                 outgoing.put(_Failed(message.number, error))
@@ -414,11 +437,12 @@ def _runs(sample: Request | None) -> bool:
 
 
 def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None:
-    """From the engine's thread. The grammar, which may be long, is known on the other side."""
+    """From the engine's thread. What may be long, and is known on the other side, is not sent."""
     completion = chunk.completion
     if completion is not None:
         completion = completion._replace(grammar=None)
-    outgoing.put(_Reported(number, chunk._replace(grammar=None, completion=completion)))
+    small = chunk._replace(grammar=None, completion=completion, answer="")
+    outgoing.put(_Reported(number, small, len(chunk.answer)))
 
 
 def _tell_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.errors import PromptError, PromptTooLongError
+from guided_spec.errors import ConfigError, PromptError, PromptTooLongError
+from guided_spec.ops.sampling.adjust import Words, spell_bad_words
+from guided_spec.types import SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message]
@@ -90,6 +94,22 @@ class PromptEncoder:
                 f"before the first generated one: shorten it, or raise max_model_len"
             )
         return token_ids
+
+    def bad_words(self, params: SamplingParams) -> Words:
+        """The token sequences that ``params.bad_words`` stand for. Raises ConfigError."""
+        return spell_bad_words(params, self._tokenizer, self._vocab_size)
+
+    async def bad_words_aside(self, params: Sequence[SamplingParams]) -> list[Words | None]:
+        """``bad_words`` of each, from other threads: many strings take tens of milliseconds.
+
+        None of those without strings, and of those that are refused: who spells them says why.
+        """
+        found: dict[int, Words | None] = {}
+        for one in params:
+            if id(one) not in found and any(isinstance(word, str) for word in one.bad_words):
+                with suppress(ConfigError):
+                    found[id(one)] = await asyncio.to_thread(self.bad_words, one)
+        return [found.get(id(one)) for one in params]
 
     def text(self, prompt: Prompt) -> str | None:
         """What the prompt reads: text as it is, a chat as its template renders it.

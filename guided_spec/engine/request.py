@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
@@ -16,6 +17,7 @@ from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
+from guided_spec.ops.sampling.adjust import Words
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
@@ -42,6 +44,43 @@ class TextDecoder:
         return rest
 
 
+class StopStrings:
+    """The search for the string that is complete first, in a text that comes letter by letter.
+
+    strings: non-empty. Where two are complete at the same letter, the longer one counts.
+
+    State is the end of the text that begins one of them, the longest such end. A text of any length
+    costs at most two comparisons with the sorted strings for each of its letters.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(sorted(set(strings)))
+        self._first_letters = frozenset(string[0] for string in self._strings)
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a string could begin in the text; no state is needed to see that none does."""
+        return not self._first_letters.isdisjoint(text)
+
+    def longest_begun(self, end: str) -> str:
+        """The longest end of ``end`` that a string begins with, or is."""
+        while not self._is_begun(end):
+            end = end[1:]
+        return end
+
+    def length_at(self, end: str) -> int:
+        """Letters of the longest string that ``end`` ends with; 0 for none."""
+        if not end.endswith(self._strings):
+            return 0
+        return max(len(string) for string in self._strings if end.endswith(string))
+
+    def _is_begun(self, text: str) -> bool:
+        at = bisect_left(self._strings, text)  # those that begin with it follow it
+        return at < len(self._strings) and self._strings[at].startswith(text)
+
+
 class OutputText:
     """Decodes tokens into text and watches for stop strings, also across token boundaries.
 
@@ -51,9 +90,10 @@ class OutputText:
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], prefix: str = "") -> None:
         self.is_stopped = False
         self._text = prefix
+        self._released: list[str] = []  # and not yet a part of the text, which is long to copy
         self._decoder = TextDecoder(vocabulary)
-        self._stop = tuple(stop)
-        self._held = ""
+        self._stop = StopStrings(stop)
+        self._held = ""  # what a stop string begins with
         self._unread: list[int] = []
 
     @property
@@ -71,10 +111,13 @@ class OutputText:
         if not self._stop:
             self._unread.append(token_id)  # nobody may want the text before its end
             return False
-        self._held += self._decoder.feed([token_id])
-        self._find_stop()
-        if not self.is_stopped:
-            self._release(len(self._held) - self._tail_in_doubt())
+        if self.is_stopped:
+            return True
+        piece = self._decoder.feed([token_id])
+        if self._held or self._stop.may_begin_in(piece):
+            self._search(piece)
+        else:
+            self._released.append(piece)
         return self.is_stopped
 
     @property
@@ -87,35 +130,29 @@ class OutputText:
         """The text ends here: release what was held back, unless a stop string ended it."""
         if not self.is_stopped:
             self._read()
-            self._held += self._decoder.flush()
-            self._release(len(self._held))
+            self._text += self._held + self._decoder.flush()
+            self._held = ""
 
     def _read(self) -> None:
         if self._unread:
-            self._text += self._decoder.feed(self._unread)
+            self._released.append(self._decoder.feed(self._unread))
             self._unread.clear()
+        if self._released:
+            self._text += "".join(self._released)
+            self._released.clear()
 
-    def _release(self, length: int) -> None:
-        self._text += self._held[:length]
-        self._held = self._held[length:]
-
-    def _find_stop(self) -> None:
-        starts = [(self._held.find(stop), len(stop)) for stop in self._stop]
-        # The one that is complete first, however the text is cut into tokens.
-        found = min(((at + length, at) for at, length in starts if at >= 0), default=None)
-        if found is not None:
-            self._release(found[1])
-            self.is_stopped = True
-
-    def _tail_in_doubt(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _search(self, piece: str) -> None:
+        """Release the piece but for what a stop string begins with, up to the first string."""
+        held = self._held
+        for letter in piece:
+            grown = held + letter
+            held = self._stop.longest_begun(grown)
+            length = self._stop.length_at(held)
+            self._released.append(grown[: len(grown) - (length or len(held))])
+            if length:
+                self.is_stopped = True
+                break
+        self._held = held
 
 
 class State(Enum):
@@ -161,7 +198,7 @@ class Job(NamedTuple):
     prompt_index: int = 0
     sample_index: int = 0
     echo: str = ""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Words = ()
     marker: Marker | None = None
     scoring: Scoring | None = None
     is_streamed: bool = True

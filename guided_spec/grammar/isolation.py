@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from functools import cached_property
 from multiprocessing.connection import Connection, Pipe
@@ -28,6 +27,7 @@ from guided_spec.grammar.backends.registry import (
 )
 from guided_spec.grammar.document import GrammarLimits, NoTableError, TableLimits
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.home import Home
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
     from guided_spec.grammar.completion.rule_endings import ReadRules
@@ -69,6 +69,7 @@ class Workers:
         self._all: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._closed = False
+        self._home = Home("grammar backend")
 
     @property
     def pids(self) -> set[int]:
@@ -83,6 +84,8 @@ class Workers:
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
+        if not self._home.is_here:
+            return
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -266,7 +269,8 @@ class _Worker:
             stderr=subprocess.DEVNULL,  # the native compiler's warnings, seen here once more
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        self.end = weakref.finalize(self, _end_process, self.process, self._connection)
+        home = Home("worker")
+        self.end = home.finalize(self, _end_process, self.process, self._connection)
 
     def start(self) -> None:
         """Hand over the vocabulary, once. Raises GrammarWorkerError where the start fails."""

@@ -37,6 +37,7 @@ from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TEXTS, TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.home import Home, Homebound
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class _Entry:
 _Waiting = queue.SimpleQueue[_Entry | None]
 
 
-class GrammarCompileQueue:
+class GrammarCompileQueue(Homebound):
     """A pool of compiling threads with a memory of what they compiled; thread-safe.
 
     max_workers: compiles that may run at once; further ones wait for a free worker. Grammars that
@@ -91,6 +92,7 @@ class GrammarCompileQueue:
         size_of_more: Callable[[CompiledGrammar], int] = lambda grammar: 0,  # noqa: ARG005
         close_backend: Callable[[], None] = lambda: None,
     ) -> None:
+        self.home = Home("compile queue")
         self._backend = as_document_compiler(backend)
         self._close_backend = close_backend
         self._cache_size = cache_size
@@ -130,8 +132,10 @@ class GrammarCompileQueue:
         """The future of ``spec``'s grammar; never blocks.
 
         Equal specs share one future while it is unfinished or successful, so it is not to be
-        cancelled. A failure is remembered too. Raises GrammarError once the queue is closed.
+        cancelled. A failure is remembered too. Raises GrammarError once the queue is closed, and
+        OtherProcessError in a fork.
         """
+        self.home.require()
         if spec.value_type is not None:  # else it would be kept, and sent to a process
             spec = replace(spec, value_type=None)
         with self._lock:
@@ -153,6 +157,8 @@ class GrammarCompileQueue:
 
     def close(self) -> None:
         """Cancel what has not begun and let the workers end; does not wait for them."""
+        if not self.home.is_here:
+            return
         with self._lock:
             if self._closed:
                 return

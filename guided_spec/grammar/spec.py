@@ -22,6 +22,7 @@ GrammarKind = Literal[
 ]
 Unsupported = Literal["error", "rewrite", "warn"]
 KeyOrder = Literal["schema", "any"]
+MAX_MARKER = 128  # letters or tokens: an automaton is made of it when a request is taken in
 _JSON_KINDS = ("json_schema", "json_object")
 
 
@@ -29,8 +30,8 @@ _JSON_KINDS = ("json_schema", "json_object")
 class Start:
     """The constraint binds behind the first ``marker``; up to there the text is free.
 
-    marker: text, or token ids (kept as a tuple); None is the marker of the model's own chat
-        template.
+    marker: text, or token ids (kept as a tuple), 128 at most; None is the marker of the model's own
+        chat template.
     reasoning_budget: free tokens at most, then the marker is written; None leaves it to the model.
 
     Raises ConfigError for a value of the wrong type or range.
@@ -48,6 +49,9 @@ class Start:
             object.__setattr__(self, "marker", tuple(marker))
         if marker is not None and len(marker) == 0:
             raise ConfigError("marker", marker, fix)
+        if marker is not None and len(marker) > MAX_MARKER:
+            told = f"{len(marker)} letters or tokens"
+            raise ConfigError("marker", told, f"must have at most {MAX_MARKER}")
         if budget is not None and not _is_natural(budget):
             raise ConfigError("reasoning_budget", budget, "must be an int of at least 0, or None")
 

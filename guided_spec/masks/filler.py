@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, NamedTuple
 
+from guided_spec.home import once_per_process
 from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.host import named_range
@@ -313,6 +314,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-@cache
+@once_per_process
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")

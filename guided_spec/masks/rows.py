@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from guided_spec.grammar.protocol import RowSource
 from guided_spec.grammar.tables.token_table import TokenTable
+from guided_spec.home import once_per_process
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
@@ -595,6 +595,6 @@ def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
     return 0 <= token_id < len(row) * 32 and bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
 
 
-@cache
+@once_per_process
 def _beside() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

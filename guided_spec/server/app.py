@@ -131,6 +131,7 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        _ = llm.load  # raises where a server's worker was forked behind the model's start
         yield
         await drain.wait(_LAST_SECONDS)
         service.workers.close()

@@ -116,6 +116,14 @@ class ServedModel(Protocol):
         """The texts as they grow; closing it cancels the rest."""
 
 
+def _single_samples(params: SamplingParams) -> list[SamplingParams]:
+    """Of each sample, with a seed as the engine numbers those of one request."""
+    if params.seed is None:
+        return [replace(params, n=1)] * params.n
+    seeds = [(params.seed + index) % (MAX_SEED + 1) for index in range(params.n)]
+    return [replace(params, n=1, seed=seed) for seed in seeds]
+
+
 def template_arguments(tokenizer: Any) -> frozenset[str]:
     """The names that a chat template's variables cannot have: they steer how it is rendered."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -215,13 +223,12 @@ class Service:
         Raises ApiError for a sample that fails.
         """
         current_span().tell_params(params)
+        single = [params]
+        if params.n > 1:  # each is read anew, which takes long where tokens are many
+            single = await self.workers.run(lambda: _single_samples(params))
 
         def start(sample: Sample) -> AsyncGenerator[Chunk, None]:
-            prompt, index = prompts[sample.prompt_index], sample.sample_index
-            seed = params.seed
-            if seed is not None:  # as the engine numbers the samples of one request
-                seed = (seed + index) % (MAX_SEED + 1)
-            one = replace(params, n=1, seed=seed)
+            prompt, one = prompts[sample.prompt_index], single[sample.sample_index]
             return self.llm.astream([prompt], one, on_error="return", trace=is_traced)
 
         samples = [Sample(at, i) for at in range(len(prompts)) for i in range(params.n)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
-from guided_spec.types import MAX_COUNT, MAX_SEED, SamplingParams
+from guided_spec.types import MAX_BAD_WORD, MAX_COUNT, MAX_SEED, SamplingParams
 from tests.tiers import examples
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy
 
@@ -33,7 +33,7 @@ EXTREMES: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-1e9, 1e9, 5e-324, -float("inf")])),
     "stop_token_ids": st.lists(st.sampled_from([0, VOCAB_SIZE - 1, MAX_COUNT]), max_size=3),
     "allowed_token_ids": st.lists(TOKENS, min_size=1, max_size=2) | st.none(),
-    "bad_words": st.lists(st.lists(TOKENS, min_size=1, max_size=80), max_size=2),
+    "bad_words": st.lists(st.lists(TOKENS, min_size=1, max_size=MAX_BAD_WORD), max_size=2),
     "stop": st.lists(st.text(min_size=1, max_size=300), max_size=3),
     "repetition_penalty": st.sampled_from([0.01, 100.0]),
     "frequency_penalty": st.sampled_from([-2.0, 2.0]),

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from guided_spec.engine.request import OutputText
 from guided_spec.grammar.vocabulary import Vocabulary
 
-texts = st.text("aab.é你\n", max_size=14)
-stops = st.lists(st.text("aab.é", min_size=1, max_size=4), max_size=3)
+texts = st.text("aab.é你\n", max_size=20)
+stops = st.lists(st.text("aab.é", min_size=1, max_size=7), max_size=4)
 
 
 def cut_at(text: str, stop: list[str]) -> tuple[str, bool]:
@@ -19,6 +19,12 @@ def cut_at(text: str, stop: list[str]) -> tuple[str, bool]:
         if found:
             return text[: end - max(map(len, found))], True
     return text, False
+
+
+def may_become(text: str, stop: list[str]) -> int:
+    """How many letters at the end of the text begin a stop string."""
+    lengths = range(len(text), 0, -1)
+    return next((n for n in lengths if any(s.startswith(text[-n:]) for s in stop)), 0)
 
 
 @st.composite
@@ -48,6 +54,8 @@ def test_text_up_to_the_first_stop(pieces: list[bytes], stop: list[str]) -> None
         assert ended == output.is_stopped
         if ended:
             break
+        written = b"".join(pieces[:token]).decode(errors="ignore")
+        assert output.text == written[: len(written) - may_become(written, stop)]
     output.finish()
     assert output.text == expected
     assert output.is_stopped == is_stopped

@@ -6,11 +6,16 @@ import asyncio
 import gc
 import logging
 import os
+import pickle
 import queue
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -20,10 +25,11 @@ from guided_spec.engine import process as processes
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import EngineProcess
-from guided_spec.errors import ConfigError, ModelError, UnsupportedSchemaError
+from guided_spec.errors import ConfigError, ModelError, OtherProcessError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.trace.record import Trace
 from guided_spec.types import SamplingParams
+from tests.processes import in_fork
 from tests.server.running import until
 
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_batch_size": 4}
@@ -51,7 +57,7 @@ def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
     """Texts, tokens, logprobs, traces and parsed values, whichever process writes them."""
     grammar = GrammarSpec.json_schema(SCHEMA)
     one = SamplingParams(max_tokens=40, seed=5, n=2, logprobs=2, grammar=grammar)
-    two = SamplingParams(max_tokens=12, temperature=0.0)
+    two = SamplingParams(max_tokens=12, temperature=0.0, bad_words=["my", "name", [7]])
     ask: Any = (["My name is", "Hello"], [one, two])
     with LLM(**OPTIONS) as llm:
         here = asyncio.run(chunks_of(llm, *ask, trace=True))
@@ -68,6 +74,9 @@ def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
         assert mine is not None
         assert other is not None
         assert mine.token_ids == other.token_ids
+        assert mine.answer == other.answer
+        texts = accumulate(chunk.text for chunk in theirs)
+        assert [chunk.answer for chunk in theirs] == list(texts)
         assert mine.parsed == other.parsed
         assert mine.grammar == other.grammar
         assert [chunk.grammar for chunk in theirs] == [mine.grammar] * len(theirs)
@@ -95,6 +104,39 @@ def test_errors_are_those_of_an_llm(process: EngineProcess) -> None:
         asyncio.run(chunks_of(process, ["A"], [LONG, LONG]))
     with pytest.raises(ConfigError, match="on_error"):
         asyncio.run(chunks_of(process, ["A"], LONG, on_error="ignore"))
+
+
+def test_a_fork_is_told_at_once_and_ends_nothing(process: EngineProcess) -> None:
+    ask = partial(chunks_of, process, ["A"], SamplingParams(max_tokens=2))
+    uses: list[Callable[[], object]] = [lambda: asyncio.run(ask()), lambda: process.load]
+    for use in uses:
+        with pytest.raises(OtherProcessError, match="^this EngineProcess was made in process"):
+            in_fork(use)
+    with pytest.raises(OtherProcessError, match="^this EngineProcess cannot be pickled"):
+        pickle.dumps(process)
+    in_fork(process.close)
+    assert asyncio.run(ask())[-1].completion is not None
+
+
+def test_an_answer_does_not_come_again_with_every_piece(
+    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times the text costs four times the bytes."""
+    sizes: list[int] = []
+
+    def receive(connection: Connection) -> Any:
+        data = connection.recv_bytes()
+        sizes.append(len(data))
+        return pickle.loads(data)
+
+    monkeypatch.setattr(Connection, "recv", receive)
+    totals = []
+    for max_tokens in (100, 400):
+        params = replace(LONG, max_tokens=max_tokens, bad_words=["\n"])
+        sizes.clear()
+        asyncio.run(chunks_of(process, ["A"], params))
+        totals.append(sum(sizes))
+    assert totals[1] < 5.5 * totals[0]
 
 
 def test_leaving_a_stream_cancels_it(process: EngineProcess) -> None:

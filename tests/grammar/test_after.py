@@ -272,6 +272,14 @@ def test_wrong_markers_are_named(marker: Any) -> None:
         GrammarSpec.regex("a").after(marker)
 
 
+@pytest.mark.parametrize("symbol", ["a", [1]])
+def test_a_marker_is_short(symbol: str | list[int]) -> None:
+    spec = GrammarSpec.regex("a")
+    assert spec.after(symbol * 128).start is not None
+    with pytest.raises(ConfigError, match="^marker='129 letters or tokens': must have at most 128"):
+        spec.after(symbol * 129)
+
+
 @pytest.mark.parametrize("budget", [-1, 1.0, True, "9"])
 def test_wrong_budgets_are_named(budget: Any) -> None:
     with pytest.raises(ConfigError, match="reasoning_budget="):

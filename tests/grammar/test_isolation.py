@@ -33,6 +33,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.completion.spelled import MARKERS, SPELLED
 from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large
 from tests.masks.walks import BYTES, accepts
+from tests.processes import in_fork
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
 
@@ -71,6 +72,25 @@ def test_small_grammars_start_no_worker(isolated: GrammarPipeline, inner: Hostil
     isolated.compile(SMALL)
     assert inner.compiled == ["small"]
     assert not pids(isolated)
+
+
+@pytest.mark.slow
+def test_a_fork_ends_no_worker(inner: HostileBackend) -> None:
+    """Neither by closing it nor by letting go of it."""
+    held = [GrammarPipeline(inner, PATIENT)]
+    held[0].compile(large("fine"))
+    (pid,) = pids(held[0])
+    in_fork(held[0].close)
+
+    def let_go() -> None:
+        held.clear()
+        gc.collect()
+
+    in_fork(let_go)
+    with closing(held[0]) as isolated:
+        isolated.compile(large("fine"))
+        assert pids(isolated) == {pid}
+    assert not is_alive(pid)
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ def test_lengths(llm: LLM) -> None:
         ("completions", {"prompt": "a", "guided_regex": "é" * 101}, 400, "has 202 bytes"),
         ("completions", {"prompt": "a" * 4000}, 413, "longer than 3000 bytes"),
         ("completions", {"prompt": "a", "stop": ["a"] * 65}, 400, "at most 64 items"),
-        ("completions", {"prompt": "a", "bad_words": ["a"] * 65}, 400, "bad_words"),
+        ("completions", {"prompt": "a", "stop": "a" * 1025}, 400, "at most 1024 char"),
+        ("completions", {"prompt": "a", "bad_words": ["a" * 65]}, 400, "at most 64 char"),
         ("chat/completions", {"messages": user, "tools": tools}, 400, "tools has"),
         ("chat/completions", {"messages": user, "max_completion_tokens": 21}, 400, "_tokens=21"),
     ]

@@ -30,6 +30,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.home import once_per_process
 from guided_spec.integrations.transformers.params import Asked, Grammars, list_grammars
 from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.models.transformers_version import CACHE_NAMES
@@ -217,8 +218,19 @@ class _KeptEngine:
             llm.close()
 
 
-_engines: weakref.WeakKeyDictionary[Any, _KeptEngine] = weakref.WeakKeyDictionary()
-_engines_lock = threading.Lock()
+@dataclass(slots=True)
+class _Engines:
+    """Of models, as long as they live."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    kept: weakref.WeakKeyDictionary[Any, _KeptEngine] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+
+@once_per_process
+def _engines() -> _Engines:
+    return _Engines()
 
 
 @contextmanager
@@ -229,8 +241,9 @@ def using_engine(model: Any, wanted: Wanted) -> Iterator[LLM]:
     text does not fit the context, or there is no tokenizer, and what ``LLM`` raises.
     """
     _check(model, wanted)
-    with _engines_lock:
-        kept = _engines.setdefault(model, _KeptEngine())
+    engines = _engines()
+    with engines.lock:
+        kept = engines.kept.setdefault(model, _KeptEngine())
     with kept.lock:
         settings = _settings(model, wanted)
         if kept.llm is None or kept.settings != settings or not _fits(kept.llm, wanted):
@@ -245,8 +258,9 @@ def release(model: Any) -> None:
     The model's death frees it too, but where something in the model refers to all of it, as the
     hooks do with which accelerate spreads one over devices. Waits for a call that runs.
     """
-    with _engines_lock:
-        kept = _engines.get(model)
+    engines = _engines()
+    with engines.lock:
+        kept = engines.kept.get(model)
     if kept is not None:
         with kept.lock:
             kept.clear()

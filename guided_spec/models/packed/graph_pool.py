@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from guided_spec.home import once_per_process
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.side_stream import URGENT
 
@@ -292,7 +292,7 @@ def _launch(graph: Any, stream: Any) -> None:
         graph.replay()
 
 
-@cache
+@once_per_process
 def _launcher() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-launch")
 

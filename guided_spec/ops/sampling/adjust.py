@@ -12,21 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.types import SamplingParams
+from guided_spec.ops.host import host_integers, pad_ids, to_device
+from guided_spec.types import SamplingParams, require_word_length
 
 ANY = -2  # in a ban's prefix: any token, or none
 FOR_EVER = 2**62
 
+Words = tuple[tuple[int, ...], ...]
+"""Bad words as tokens."""
 
-class TokenRules(NamedTuple):
-    """One request's rules.
+
+class OwnBans(NamedTuple):
+    """The m bans of one request, on the host: see ``Bans``."""
+
+    tokens: Tensor
+    prefixes: Tensor
+    until: Tensor
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """One request's rules. Tensors are made of them once, for its first batch.
 
     params: of which ``logit_bias``, ``allowed_token_ids``, ``min_tokens`` and the penalties count.
     bad_words: every spelling of ``params.bad_words``, at least one token each.
@@ -34,7 +48,7 @@ class TokenRules(NamedTuple):
     """
 
     params: SamplingParams
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Words = ()
     stop_ids: tuple[int, ...] = ()
 
     @property
@@ -54,6 +68,30 @@ class TokenRules(NamedTuple):
         return bool(
             params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
         )
+
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """int64 [N], float32 [N]: the tokens of ``params.logit_bias``, and what they gain."""
+        pairs = dict(self.params.logit_bias)
+        return host_integers([*pairs]), torch.tensor([*pairs.values()], dtype=torch.float32)
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """int64 [N]: ``params.allowed_token_ids``."""
+        allowed = self.params.allowed_token_ids
+        return None if allowed is None else host_integers(allowed)
+
+    @cached_property
+    def bans(self) -> OwnBans:
+        """Of bad words, and of what would end the text too early."""
+        early = self.stop_ids if self.params.min_tokens > 0 else ()
+        depth = max((len(word) - 1 for word in self.bad_words), default=0)
+        prefixes = [[ANY] * (depth + 1 - len(word)) + [*word[:-1]] for word in self.bad_words]
+        prefixes += [[ANY] * depth] * len(early)
+        until = [FOR_EVER] * len(self.bad_words) + [self.params.min_tokens] * len(early)
+        tokens = [word[-1] for word in self.bad_words] + [*early]
+        rows = host_integers(prefixes).view(len(tokens), depth)
+        return OwnBans(host_integers(tokens), rows, host_integers(until))
 
     def bans_after(self, num_output: int) -> list[str]:
         """The parameters that may forbid a token after ``num_output`` tokens of output."""
@@ -145,37 +183,26 @@ def _stack_bias(
         return None
     bias = torch.zeros(len(rules), vocab_size)
     for row, one in zip(bias, rules, strict=True):
-        if one.params.allowed_token_ids is not None:
-            allowed = torch.tensor(one.params.allowed_token_ids)
-            row.fill_(float("-inf")).index_fill_(0, allowed, 0.0)
-        if one.params.logit_bias:
-            tokens, values = zip(*dict(one.params.logit_bias).items(), strict=True)
-            row.index_add_(0, torch.tensor(tokens), torch.tensor(values))
+        if one.allowed is not None:
+            row.fill_(float("-inf")).index_fill_(0, one.allowed, 0.0)
+        row.index_add_(0, *one.bias)
     return bias.to(device, non_blocking=True)
 
 
 def _stack_bans(rules: Sequence[TokenRules], device: torch.device) -> Bans | None:
-    bans = [
-        (row, word[-1], word[:-1], FOR_EVER)
-        for row, one in enumerate(rules)
-        for word in one.bad_words
-    ]
-    bans += [
-        (row, token, (), one.params.min_tokens)
-        for row, one in enumerate(rules)
-        for token in one.stop_ids
-        if one.params.min_tokens > 0
-    ]
-    if not bans:
+    own = [one.bans for one in rules]
+    counts = [len(bans.tokens) for bans in own]
+    if not any(counts):
         return None
-    depth = max(len(prefix) for _, _, prefix, _ in bans)
-    prefixes = [[ANY] * (depth - len(prefix)) + list(prefix) for _, _, prefix, _ in bans]
-    return Bans(
-        owners=to_device([row for row, *_ in bans], device),
-        tokens=to_device([token for _, token, *_ in bans], device),
-        prefixes=to_device(prefixes, device).view(len(bans), depth),
-        until=to_device([until for *_, until in bans], device),
+    depth = max(bans.prefixes.shape[1] for bans in own)
+    prefixes = [pad(one.prefixes, (depth - one.prefixes.shape[1], 0), value=ANY) for one in own]
+    parts = Bans(
+        owners=torch.arange(len(own)).repeat_interleave(torch.tensor(counts)),
+        tokens=torch.cat([bans.tokens for bans in own]),
+        prefixes=torch.cat(prefixes),
+        until=torch.cat([bans.until for bans in own]),
     )
+    return Bans(*(part.to(device, non_blocking=True) for part in parts))
 
 
 def _stack_penalties(rules: Sequence[TokenRules], device: torch.device) -> Penalties | None:
@@ -191,38 +218,42 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raises ConfigError for an id that the vocabulary does not have."""
     words = [word for word in params.bad_words if not isinstance(word, str)]
     named = {
-        "stop_token_ids": params.stop_token_ids,
-        "logit_bias": dict(params.logit_bias),
-        "bad_words": [token for word in words for token in word],
-        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": max(params.stop_token_ids, default=0),
+        "logit_bias": max(dict(params.logit_bias), default=0),
+        "bad_words": max((max(word) for word in words), default=0),
+        "allowed_token_ids": max(params.allowed_token_ids or (), default=0),
     }
-    for name, token_ids in named.items():
-        for token in token_ids:
-            if token >= vocab_size:
-                fix = f"ids must be below the vocabulary's {vocab_size}"
-                raise ConfigError(name, token, fix)
+    for name, token in named.items():
+        if token >= vocab_size:
+            fix = f"ids must be below the vocabulary's {vocab_size}"
+            raise ConfigError(name, token, fix)
 
 
-def spell_bad_words(
-    params: SamplingParams, tokenizer: Any, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
+def spell_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     """Every token sequence that ``params.bad_words`` stand for, each once.
 
     A str gives its tokens as they are at the start of a text and behind a space; a spelling with a
     token that the model cannot write is left out. Raises ConfigError for a str without any tokens.
     """
     spelled: dict[tuple[int, ...], None] = {}
+    written = [word for word in params.bad_words if isinstance(word, str)]
+    for text in written:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            fix = "it holds half of a surrogate pair, which no tokenizer can read; replace it"
+            raise ConfigError("bad_words", text, fix)
+    texts = [text for word in written for text in (word, f" {word}")]
+    # All in one call, which costs as much as it has letters: most of a short one is the call.
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    tokens_of = dict(zip(texts, found, strict=True))
     for word in params.bad_words:
         if not isinstance(word, str):
             spelled[tuple(word)] = None
             continue
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            fix = "it holds half of a surrogate pair, which no tokenizer can read; replace it"
-            raise ConfigError("bad_words", word, fix)
         for text in (word, f" {word}"):
-            token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            token_ids = tuple(tokens_of[text])
             if not token_ids:
                 raise ConfigError("bad_words", word, "it has no tokens; name at least a letter")
+            require_word_length(token_ids)
             if max(token_ids) < vocab_size:
                 spelled[token_ids] = None
     return tuple(spelled)

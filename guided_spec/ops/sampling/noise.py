@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.types import Noise, SamplingParams, Verifier
+from guided_spec.types import MAX_BAD_WORDS, Noise, SamplingParams, Verifier
 
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
@@ -36,6 +36,7 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 _HAD_ANYWAY = ("seed", "n", "grammar")
 _REPORTED = ("cache_salt", "logprobs", "logprobs_mode", "echo")
 _ENDS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "complete")
+_MANY = MAX_BAD_WORDS  # more are tokens and their biases: numbers, which take long to write out
 _NOT_IN_KEYS = frozenset((*_HAD_ANYWAY, *_REPORTED, *_ENDS))
 
 
@@ -77,7 +78,10 @@ def noise_key(
 
 
 def _plain(value: object) -> object:
-    """Equal numbers as the same one: 1 and 1.0, 0.0 and -0.0."""
+    """Equal numbers as the same one: 1 and 1.0, 0.0 and -0.0. Of very many, what tells them."""
+    if isinstance(value, tuple) and len(value) > _MANY:
+        numbers = np.asarray(value, dtype="<f8") + 0.0
+        return blake2b(numbers.tobytes()).hexdigest()
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) + 0.0
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value

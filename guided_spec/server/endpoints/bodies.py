@@ -11,6 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from guided_spec.types import (
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    MAX_STOP_LETTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+
 
 def _require_few(most: int) -> BeforeValidator:
     """Refuses a longer object before its items are looked at."""
@@ -27,9 +35,11 @@ def _require_few(most: int) -> BeforeValidator:
 # The first item that is wrong ends the reading of a list: errors cost more than items. Each of the
 # short ones costs every step of the engine something, and so every other client.
 _First = Field(fail_fast=True)
-_ShortText = Annotated[str, Field(max_length=1024)]
-_Texts = Annotated[list[_ShortText], Field(max_length=64, fail_fast=True)]
-_Tokens = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP_LETTERS)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+_StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
+_BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD)]
+_BadWords = Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 _AllTexts = Annotated[list[str], _First]
 _AllTokens = Annotated[list[int], _First]
 _Objects = Annotated[list[dict[str, Any]], _First]
@@ -97,7 +107,7 @@ class SamplingBody(_Body):
     presence_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], _require_few(1024)] | None = None
     seed: int | None = None
-    stop: _ShortText | _Texts | None = None
+    stop: _Stop | _Stops | None = None
 
     # vLLM's
     top_k: int | None = None
@@ -105,9 +115,9 @@ class SamplingBody(_Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: _Tokens | None = None
+    stop_token_ids: _StopTokens | None = None
     allowed_token_ids: _AllTokens | None = None
-    bad_words: _Texts | None = None
+    bad_words: _BadWords | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
