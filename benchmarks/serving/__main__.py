@@ -98,7 +98,7 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """One server under the requests of every data set."""
     stderr().print(f"starting {server}", markup=False)
-    with served(server, subject) as url:
+    with served(server, subject) as (url, _):
         for name, asked in requests.items():
             traffic = asyncio.run(drive(url, asked, pattern))
             _tell(traffic.answers)

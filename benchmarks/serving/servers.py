@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -53,9 +53,16 @@ class Subject:
         return min(_LONGEST, int(config["max_position_embeddings"]))
 
 
+class Served(NamedTuple):
+    """pid: of a server that runs here; None of one that ran already."""
+
+    url: str
+    pid: int | None
+
+
 @contextmanager
-def served(name: str, subject: Subject) -> Iterator[str]:
-    """The address of a server that is ready for requests; it is stopped behind the block.
+def served(name: str, subject: Subject) -> Iterator[Served]:
+    """A server that is ready for requests; it is stopped behind the block.
 
     name: a proposer of ours, ``DEFAULT``, "vllm" or "vllm:METHOD", or the address of a server that
     runs already.
@@ -63,7 +70,7 @@ def served(name: str, subject: Subject) -> Iterator[str]:
     Raises GuidedSpecError, with the end of its output, for one that does not come up.
     """
     if name.startswith(("http://", "https://")):
-        yield name
+        yield Served(name, None)
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -90,7 +97,7 @@ def served(name: str, subject: Subject) -> Iterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             _await(url, process, name, log)
-            yield url
+            yield Served(url, process.pid)
         finally:
             _stop(process)
 

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,18 +102,24 @@ async def drive(url: str, requests: Sequence[Request], pattern: Pattern) -> Traf
 
     One request goes ahead, unmeasured. Raises GuidedSpecError where it is not answered.
     """
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=_PATIENCE, connector=connector) as session:
-        async with session.get("/v1/models", raise_for_status=True) as reply:
-            model = (await reply.json())["data"][0]["id"]
-        client = _Client(session, model, pattern)
+    async with connect(url, pattern) as client:
         trial = await client.ask(requests[0])
         if trial.fault is not None:
             raise GuidedSpecError(f"{url} does not answer the first request: {trial.fault}")
         return await _send(client, requests, pattern)
 
 
-async def _send(client: _Client, requests: Sequence[Request], pattern: Pattern) -> Traffic:
+@asynccontextmanager
+async def connect(url: str, pattern: Pattern) -> AsyncIterator[Client]:
+    """Ask the server at ``url`` for what it names first of its models."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=_PATIENCE, connector=connector) as session:
+        async with session.get("/v1/models", raise_for_status=True) as reply:
+            model = (await reply.json())["data"][0]["id"]
+        yield Client(session, model, pattern)
+
+
+async def _send(client: Client, requests: Sequence[Request], pattern: Pattern) -> Traffic:
     slots = asyncio.Semaphore(pattern.max_concurrency or 2**30)
     end = math.inf if pattern.seconds is None else pattern.seconds
     due: Iterable[Request] = requests if pattern.seconds is None else itertools.cycle(requests)
@@ -129,7 +136,9 @@ async def _send(client: _Client, requests: Sequence[Request], pattern: Pattern) 
     return Traffic(answers, time.perf_counter() - began)
 
 
-class _Client(NamedTuple):
+class Client(NamedTuple):
+    """Of one server. model: the name by which it is asked."""
+
     session: aiohttp.ClientSession
     model: str
     pattern: Pattern

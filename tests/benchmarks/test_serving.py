@@ -52,7 +52,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     site = tmp_path_factory.mktemp("site")
     write_stand_in(site)
     where = VllmEnvironment(site=str(site))
-    with served("vllm", Subject(model=bundled_asset("target"), vllm=where)) as url:
+    with served("vllm", Subject(model=bundled_asset("target"), vllm=where)) as (url, _):
         yield url
 
 
@@ -182,7 +182,7 @@ def test_servers_that_do_not_come(vllm: str, tmp_path: Path) -> None:
     for name, fix in (("vllm:medusa", "methods are none, ngram"), ("vllm:eagle3", "--draft")):
         with pytest.raises(ConfigError, match=fix), served(name, subject):
             pass
-    with served(vllm, subject) as url:  # one that runs already
+    with served(vllm, subject) as (url, _):  # one that runs already
         assert url == vllm
     with pytest.raises(GuidedSpecError, match="first request: .*no such schema"):
         asyncio.run(drive(vllm, [asked("refused")], Pattern()))

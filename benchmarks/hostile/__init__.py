@@ -1,0 +1,1 @@
+"""A server under normal and hostile clients."""
