@@ -23,7 +23,7 @@ from guided_spec.core import (
 )
 from guided_spec.engine.flights import Flight, Flights, Piece
 from guided_spec.engine.intake import Intake
-from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken
+from guided_spec.engine.pace import PLAIN, ForwardTimes, Pace, StepTaken
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State, count_step
@@ -46,6 +46,7 @@ from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.ops.side_stream import SideStream
+from guided_spec.proposers.drafting import NoDraft
 from guided_spec.step import speculative_step
 from guided_spec.trace.record import see_step
 
@@ -71,7 +72,7 @@ class Engine:
         self.model = model
         self._window = window or CaptureWindow()
         self.config = config
-        self._proposer = proposer
+        self._proposer, self._no_draft = proposer, NoDraft()
         # Who drafts nothing asks for no hidden states.
         self._layers = proposer.aux_hidden_layers if config.num_draft_tokens else ()
         self._target = SlotTarget(model, self._layers)
@@ -165,7 +166,9 @@ class Engine:
         if self._proposer.may_draft(count) and not self.model.has_linear_state:
             self._flights.measure(times, 1 + count, num_slots)
         if count and self.config.drafting != "always":
-            self._paces = {takes_turns: Pace(count, times) for takes_turns in (False, True)}
+            has_more = not self._layers and self._proposer.may_draft(0)
+            turns = (False, True)
+            self._paces = {turn: Pace(count, times, has_more=has_more) for turn in turns}
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -513,17 +516,17 @@ class Engine:
             num_read = sum(len(piece.tokens.token_ids) for piece in along)
             count = pace.num_draft_tokens(len(requests), num_read)
         with self._side.use():
-            batch = self._batch(requests, along, count)
-        started, self._num_drafted = time.perf_counter(), count
+            batch = self._batch(requests, along, max(0, count))
+        started, self._num_drafted = time.perf_counter(), max(0, count)
         carry, self._carry = self._carry, None
         step = speculative_step(
             self._target,
-            self._proposer,
+            self._proposer if count != PLAIN else self._no_draft,
             batch,
             carry=carry,
             side=self._side if self._target.launches_at_once else None,
         )
-        self._flights.launch(Flight(requests, along, batch, step, pace, started))
+        self._flights.launch(Flight(requests, along, batch, step, pace, count, started))
         return True
 
     def _takes_turns(self) -> bool:
@@ -542,9 +545,9 @@ class Engine:
 
     def _commit_flight(self, flight: Flight) -> None:
         """First of all launch what does not depend on the host, which then waits for the step."""
-        requests, along, batch, step, pace, started = flight
+        requests, along, batch, step, pace, num_drafted, started = flight
         self._carry = step.carry_on(self._side)
-        if self._runs_ahead(batch, pace):
+        if self._runs_ahead(flight):
             self._target.run_ahead(batch, step.accepted.token_ids)
         self._intake.bind_next()
         committed = flight.commit(self._target)
@@ -553,7 +556,7 @@ class Engine:
         if pace is not None:
             drafted = step.num_drafted.wait().tolist()
             taken = ended - (self._ended or started)
-            pace.count(StepTaken.of(batch, committed, drafted, taken))
+            pace.count(StepTaken.of(batch, num_drafted, committed, drafted, taken))
         logprobs = step.token_logprobs(committed)
         self._have_read(along)
         seen = see_step(step, batch, started)
@@ -573,17 +576,17 @@ class Engine:
         self._begin_decoding([piece.request for piece in along])
         self._ended = ended
 
-    def _runs_ahead(self, batch: DecodeBatch, pace: Pace | None) -> bool:
+    def _runs_ahead(self, flight: Flight) -> bool:
         """Whether the next forward is known now: all texts get one token in this step and the next,
         and nobody's prompt is to be read with it.
         """
-        upcoming = self.config.num_draft_tokens
-        if pace is not None and pace.stays_plain(len(batch)):
-            upcoming = 0
-        most = max(batch.num_draft_tokens, upcoming)
+        pace, now = flight.pace, flight.num_drafted
+        stays_plain = pace is not None and pace.stays_plain(len(flight.batch))
+        most = max(0, now, 0 if stays_plain else self.config.num_draft_tokens)
+        drafts_nothing = stays_plain and now == PLAIN
         may_launch = self._has_clock and self._target.launches_at_once
         may_launch = may_launch and not self._flights and not self._slow
-        if not may_launch or self._proposer.may_draft(most):
+        if not may_launch or not (drafts_nothing or not self._proposer.may_draft(most)):
             return False
         return self._all_decode() and not self._scheduler.ready()
 

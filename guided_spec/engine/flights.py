@@ -44,7 +44,7 @@ class Flight(NamedTuple):
     """A step that is launched.
 
     requests: of ``batch``. along: of prompts, which its forward reads. pace: that hears of it, if
-    any. started: when it was.
+    any. num_drafted: as that said, or K. started: when it was.
     """
 
     requests: Sequence[Request]
@@ -52,6 +52,7 @@ class Flight(NamedTuple):
     batch: DecodeBatch
     step: Step
     pace: Pace | None
+    num_drafted: int
     started: float
 
     @property

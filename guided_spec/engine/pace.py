@@ -7,6 +7,9 @@ its first token, its second and so on. So it is known what each length of a draf
 take, those that are not in use as well; a length that may be better, as far as is known, is tried
 for some steps.
 
+Where a proposer drafts without K, as what a grammar forces, steps with K = 0 wait for the host too:
+``PLAIN`` steps draft nothing at all.
+
 Steps that do nothing but decode take the length that writes most tokens a second. Where prompts are
 read in the same forward, each token of a draft costs more, and its time is worth what the best of
 the other steps would write in it.
@@ -37,6 +40,7 @@ GAIN = 0.1  # of a step that reads prompts has a shorter draft to save
 MEMORY = 256  # texts whose acceptance counts, and of steps STRETCH at least
 BESIDE = 16  # texts whose time a step takes by itself, beside its own: as measured on GPUs
 SOON = 1e-9  # seconds, where a clock shows none
+PLAIN = -1  # of a step without any draft, where K = 0 leaves some
 
 
 class ForwardTimes:
@@ -66,7 +70,7 @@ class ForwardTimes:
 class StepTaken(NamedTuple):
     """A step that is done.
 
-    num_drafted: tokens of a draft at most. num_read: of prompts. accepted: [B] of each draft.
+    num_drafted: K, or ``PLAIN``. num_read: of prompts. accepted: [B] of each draft.
     num_new: of the texts, those that begin in this step and have no draft in it, whatever K is.
     """
 
@@ -80,6 +84,7 @@ class StepTaken(NamedTuple):
     def of(
         cls,
         batch: DecodeBatch,
+        num_drafted: int,
         committed: Sequence[Committed],
         drafted: Sequence[int],
         seconds: float,
@@ -93,14 +98,19 @@ class StepTaken(NamedTuple):
         coming = {prompt.slot for prompt in batch.prompts}
         pairs = zip(batch.slots, drafted, strict=True)
         num_new = sum(count == 0 and slot in coming for slot, count in pairs)
-        return cls(batch.num_draft_tokens, num_read, accepted, seconds, num_new)
+        return cls(num_drafted, num_read, accepted, seconds, num_new)
 
 
 class _Acceptance:
-    """Which share of the texts accepts the first token of a draft, the second and so on."""
+    """Which share of the texts accepts the first token of a draft, the second and so on.
 
-    def __init__(self, longest: int) -> None:
+    What is drafted without K is accepted besides: so many tokens for each length.
+    """
+
+    def __init__(self, longest: int, *, has_more: bool) -> None:
         self._shares, self._seen = [1.0] * longest, [0] * longest
+        self._has_more = has_more
+        self._more: dict[int, float] = {}
 
     @property
     def is_known(self) -> bool:
@@ -113,14 +123,28 @@ class _Acceptance:
             self._seen[at] = min(self._seen[at] + batch, max(MEMORY, STRETCH * batch))
             share = sum(count > at for count in accepted) / batch
             self._shares[at] += batch / self._seen[at] * (share - self._shares[at])
+        if batch and num_drafted != PLAIN and self._has_more:
+            more = sum(max(0, count - num_drafted) for count in accepted) / batch
+            before = self._more.get(num_drafted, more)
+            self._more[num_drafted] = before + (more - before) / STRETCH
 
     def forget(self, num_drafted: int) -> None:
         """Of longer drafts than these."""
-        for at in range(num_drafted, len(self._seen)):
+        for at in range(max(0, num_drafted), len(self._seen)):
             self._seen[at] = 0
+        self._more = {length: more for length, more in self._more.items() if length <= num_drafted}
 
     def tokens(self, num_drafted: int) -> float:
         """That a text gets; where nothing was seen it goes on as before, and well to begin with."""
+        own = self._own_tokens(num_drafted)
+        if num_drafted == PLAIN or not self._has_more:
+            return own
+        if num_drafted in self._more:
+            return own + self._more[num_drafted]
+        # What longer drafts bring may be what comes without K.
+        return max([own, *(self._own_tokens(k) + more for k, more in self._more.items())])
+
+    def _own_tokens(self, num_drafted: int) -> float:
         total, share, before = 1.0, 1.0, 1.0
         for at in range(num_drafted):
             seen = self._shares[at] if self._seen[at] else share * share / max(before, SOON)
@@ -171,15 +195,18 @@ class _Way:
 class Pace:
     """Of the steps of one engine. num_draft_tokens: of the longest draft, K.
 
-    times: of the target's forwards.
+    times: of the target's forwards. has_more: whether there are drafts with K = 0 too.
 
-    lengths: that drafts may have.
+    lengths: that drafts may have, the first of them none.
     """
 
-    def __init__(self, num_draft_tokens: int, times: ForwardTimes) -> None:
+    def __init__(
+        self, num_draft_tokens: int, times: ForwardTimes, *, has_more: bool = False
+    ) -> None:
         self._times = times
-        self.lengths = draft_lengths(num_draft_tokens)
-        self._acceptance = _Acceptance(num_draft_tokens)
+        lengths = draft_lengths(num_draft_tokens)
+        self.lengths = (PLAIN, *lengths) if has_more else lengths
+        self._acceptance = _Acceptance(num_draft_tokens, has_more=has_more)
         self._ways: dict[int, _Way] = {}
         self._rest = {length: _Rest() for length in self.lengths}
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
@@ -198,7 +225,7 @@ class Pace:
     def stays_plain(self, num_texts: int) -> bool:
         """Whether the step is without drafts, and the next one of as many texts will be."""
         way = self._way(num_texts)
-        return way.num_drafted == 0 and way.left > 1
+        return way.num_drafted == self.lengths[0] and way.left > 1
 
     def count(self, step: StepTaken) -> None:
         """That step is done."""
@@ -248,7 +275,7 @@ class Pace:
         longest, tokens = self.lengths[-1], self._acceptance.tokens
         rest = {length: self._rest_of(length, num_texts) for length in self.lengths}
         if all(seconds is None for seconds in rest.values()):  # each step reads
-            return longest if tokens(longest) - 1 >= longest / 2 else 0
+            return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
         least = rest[kept]
         if not self._times or least is None:
             return kept
@@ -272,12 +299,15 @@ class Pace:
     def _seconds(self, length: int, num_texts: int) -> float:
         """Of such a step; the least that it may take, where it was not seen."""
         rest = self._rest_of(length, num_texts)
-        if rest is None:
+        if rest is None and length == PLAIN:
+            rest = 0.0  # the host may have nothing to do
+        elif rest is None:
             # A draft takes some time to begin, and more for each token.
             rest = max(
                 (self._rest_of(other, num_texts) or 0.0)
-                * (min(1.0, length / other) if other else 1.0)
+                * (min(1.0, length / other) if other > 0 else 1.0)
                 for other in self.lengths
+                if other != PLAIN
             )
         return rest + self._forward(num_texts, length)
 
@@ -286,7 +316,7 @@ class Pace:
         return self._rest[length].of(num_texts, is_alike=bool(self._times))
 
     def _forward(self, num_texts: int, length: int, num_read: int = 0) -> float:
-        own = num_texts * (length + 1)
+        own = num_texts * (max(0, length) + 1)
         # Prompts fill a graph up, drafts alone leave some of it unused.
         return self._times.of(own + num_read if num_read else bucket(own))
 

@@ -200,7 +200,7 @@ class NoDraft(Proposer):
 
     aux_hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, context: ProposerContext) -> None:
+    def __init__(self, context: ProposerContext | None = None) -> None:
         del context
 
     def begin(

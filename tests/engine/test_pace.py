@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from guided_spec import step
 from guided_spec.core import PromptPiece
 from guided_spec.engine import flights, pace
-from guided_spec.engine.pace import ForwardTimes, Pace, StepTaken, draft_lengths
+from guided_spec.engine.pace import PLAIN, ForwardTimes, Pace, StepTaken, draft_lengths
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.step import Committed
@@ -116,6 +116,55 @@ def test_a_length_in_between_is_taken(*, has_times: bool) -> None:
     assert run(Pace(K, world.times if has_times else UNKNOWN), world, 2000, 256).drafted[3] > 1800
 
 
+@dataclass(frozen=True)
+class ForcedWorld(World):
+    """A grammar forces as many tokens of each text as ``forced``, in all steps but plain ones, for
+    which the host does nothing. waits: seconds that each text of a step takes where it does.
+    """
+
+    forced: float = 1.0
+    waits: float = 0.1
+
+    def tokens(self, drafted: int) -> float:
+        return super().tokens(max(0, drafted)) + (0.0 if drafted == PLAIN else self.forced)
+
+    def seconds(self, texts: int, drafted: int, read: int = 0) -> float:
+        waits = 0.0 if drafted == PLAIN else self.waits * texts
+        return super().seconds(texts, max(0, drafted), read) + waits
+
+    def speed(self, texts: int, drafted: int) -> float:
+        return self.tokens(drafted) / self.seconds(texts, drafted)
+
+
+@pytest.mark.parametrize(
+    ("world", "best"),
+    [
+        (ForcedWorld(0.2, text=0.05, token=0.01, forced=0.3, waits=1.0), PLAIN),
+        (ForcedWorld(0.1, text=0.05, token=0.5, forced=2.0, waits=0.01), 0),
+        (ForcedWorld(0.95, forward=0.001, text=0.2, token=0.01, waits=0.01), K),
+    ],
+)
+@pytest.mark.parametrize("has_times", [True, False])
+def test_what_comes_without_k_counts(world: ForcedWorld, best: int, *, has_times: bool) -> None:
+    one = Pace(K, world.times if has_times else UNKNOWN, has_more=True)
+    assert one.lengths == (PLAIN, 0, 3, K)
+    assert max(one.lengths, key=lambda drafted: world.speed(64, drafted)) == best
+    dice, drafted = random.Random(0), Counter[int]()
+    for _ in range(2000):
+        count = one.num_draft_tokens(64)
+        accepted = list[int]()
+        for _ in range(64):
+            forced = int(world.forced + dice.random()) if count != PLAIN else 0
+            own = 0
+            while own < max(0, count) and dice.random() < world.accepts:
+                own += 1
+            accepted.append(forced + own)
+        one.count(StepTaken(count, 0, accepted, world.seconds(64, count)))
+        drafted[count] += 1
+    assert drafted[best] > 1800
+    assert one.stays_plain(64) == (best == PLAIN) or drafted[best] < 2000
+
+
 def test_texts_change() -> None:
     one = Pace(K, GOOD.times)
     run(one, COSTLY, 1000, 32)
@@ -143,7 +192,7 @@ def test_who_begins_without_a_draft() -> None:
         begun=(),
     )
     committed = [Committed([1, 2], 1), Committed([1], 0), Committed([1, 2, 3], 2), Committed([], 0)]
-    taken = StepTaken.of(batch, committed, [4, 0, 2, 0], 0.5)
+    taken = StepTaken.of(batch, K, committed, [4, 0, 2, 0], 0.5)
     assert taken == (K, 9, [1, 0, 2, 0], 0.5, 1)
 
 
@@ -242,7 +291,7 @@ def test_the_texts_are_the_same(by_chance: list[int], proposer: str) -> None:
     draft = near_copy("llama") if "draft_model" in proposer else None
     found = generate("llama", proposer, draft, max_batch_size=3, drafting="auto")
     assert tokens(found) == tokens(plain("llama"))
-    assert len({*by_chance}) == 3
+    assert len({*by_chance}) == 3 + ("grammar_forced" in proposer)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +347,7 @@ def test_the_law_does_not_depend_on_it(
         exact = law(llm, params)
         found = [one.completions[0] for one in llm.generate([PROMPT] * NUM_SEEDS, params)]
         others = law(llm, sampled(seed=None, temperature=1.6))
-    assert len({*by_chance}) == 3
+    assert len({*by_chance}) == 3 + ("grammar_forced" in proposer)
     assert sum(sum(one.stats.accepted) for one in found) > 0
     counts = Counter(tuple(one.token_ids) for one in found)
     assert set(counts) <= set(exact)

@@ -179,6 +179,24 @@ def test_steps_that_leave_drafts_out(
     assert counts["wasted"] > 0  # how many depends on which step the last text begins in
 
 
+@pytest.mark.parametrize("proposer", ["grammar_forced", "chain:grammar_forced+ngram"])
+def test_steps_that_leave_out_what_is_forced_too(
+    monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    """Only they may be launched ahead: K = 0 leaves what a grammar forces."""
+    turns = iter(range(10**6))
+
+    def num_draft_tokens(pace: Pace, *_: Any) -> int:
+        return pace.lengths[next(turns) // 9 % 3]
+
+    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    monkeypatch.setattr(Pace, "stays_plain", lambda *_: True)  # wrong in every ninth step
+    options = {"drafting": "auto", "max_batch_size": 3, "verifier": "coupled"}
+    counts = both(PROMPTS, PARAMS, "llama", proposer, **options)
+    assert 10 < counts["served"] < counts["forwards"] / 2
+    assert counts["wasted"] > 0
+
+
 def test_who_comes_and_who_leaves() -> None:
     """Requests that are cancelled, and that come while a forward is launched."""
 
