@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any, Literal
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.steps import spend, spend_on_text
 
 Ranges = tuple[tuple[int, int], ...]
 """Inclusive, ascending, and neither touching nor overlapping."""
@@ -40,7 +41,9 @@ _UNICODE: dict[str, Callable[[str], bool]] = {
 def normalize(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Sort, and join what touches."""
     joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
+    ranges = sorted(ranges)
+    spend(1 + len(ranges) // 8)
+    for low, high in ranges:
         if joined and low <= joined[-1][1] + 1:
             joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
         else:
@@ -52,6 +55,7 @@ def complement(ranges: Ranges) -> Ranges:
     """Every code point that is not in ``ranges``."""
     gaps = []
     start = 0
+    spend(1 + len(ranges) // 8)
     for low, high in ranges:
         if start < low:
             gaps.append((start, low - 1))
@@ -123,6 +127,7 @@ def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
 
 
 def _write(pattern: str, context: Context) -> str:
+    spend(16 + 2 * len(pattern))
     try:
         parsed = RE_PARSER.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
@@ -159,9 +164,12 @@ class _Writer:
         self._check_flags(flags)
         written = []
         nodes = list(items)
+        spend(1 + len(nodes))
+        begun = next((i for i, node in enumerate(nodes) if not _is_at(node, _BEGIN)), len(nodes))
+        ended = next((i for i, node in enumerate(reversed(nodes)) if not _is_at(node, _END)), 0)
         for index, (op, value) in enumerate(nodes):
-            first = edge.first and _are_at(nodes[:index], _BEGIN)
-            last = edge.last and _are_at(nodes[index + 1 :], _END)
+            first = edge.first and index <= begun
+            last = edge.last and index >= len(nodes) - 1 - ended
             written.append(self.item(str(op), value, flags, _Edge(first, last)))
         return "".join(written)
 
@@ -194,6 +202,7 @@ class _Writer:
             return f"(?:{'|'.join(parts)})*" if parts else ""
         once = high == 1
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
+        spend_on_text(body)
         if not body:
             return ""
         if high is not RE_PARSER.MAXREPEAT:
@@ -252,6 +261,7 @@ class _Writer:
         """JSON escapes for characters that cannot stand in a JSON string as they are."""
         options = []
         for low, high in ranges:
+            spend(high - low)
             for code in range(low, high + 1):
                 escape = _JSON_ESCAPES.get(code, f"\\u{code:04x}")
                 options.append("".join(f"\\u{{{ord(char):x}}}" for char in escape))
@@ -297,11 +307,13 @@ def _can_be_empty(op: str, value: Any) -> bool:
 
 
 def _is_nullable(items: Any) -> bool:
+    spend(1)
     return all(_can_be_empty(str(op), value) for op, value in items)
 
 
-def _are_at(nodes: list[Any], anchors: tuple[str, ...]) -> bool:
-    return all(str(op) == "AT" and str(value) in anchors for op, value in nodes)
+def _is_at(node: Any, anchors: tuple[str, ...]) -> bool:
+    op, value = node
+    return str(op) == "AT" and str(value) in anchors
 
 
 def _set_of(op: str, value: Any, flags: int) -> Ranges:
@@ -467,6 +479,7 @@ def format_within(name: str, low: int, high: int | None) -> str | None:
 
 def fits_length(pattern: str, low: int, high: int | None) -> bool:
     """Whether every string that ``pattern`` covers has ``low`` to ``high`` characters."""
+    spend(len(pattern))
     try:
         shortest, longest = RE_PARSER.parse(pattern).getwidth()
     except (re.error, OverflowError, RecursionError):

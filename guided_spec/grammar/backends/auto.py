@@ -25,6 +25,7 @@ from guided_spec.grammar.document import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.lowered import is_narrowed
+from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -91,6 +92,7 @@ class AutoBackend(DocumentBackend[_Compiled]):
         if size.counted * self.vocabulary.vocab_size > _MOST_COUNTED:
             return False
         prepared = document.examined
+        spend_on_value(prepared.schema)
         # One that is large once it is written out is large too.
         if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
             return False

@@ -51,6 +51,7 @@ from guided_spec.grammar.schema.lowered import (
 )
 from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import spend, spend_on_value
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row
@@ -66,6 +67,7 @@ _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LARGEST = 2**53
 _MAX_DEPTH = 128
+_OF_SCHEMA = 16  # steps of one schema
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -93,6 +95,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         raise _refusal(pointer, "", "it is nested too deeply")
     if not isinstance(schema, dict):
         return schema
+    spend(_OF_SCHEMA + len(schema))
     _check(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
     kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
@@ -138,6 +141,7 @@ def _combined(one: Any, other: Any) -> list[Any] | None:
     pairs = itertools.product(one["anyOf"], other["anyOf"])
     if len(one["anyOf"]) * len(other["anyOf"]) > _MOST_BRANCHES:
         return None
+    spend_on_value([one, other])  # compared
     merged = [merge(left, right) for left, right in pairs]
     if None in merged:
         return None
@@ -196,6 +200,7 @@ def _rewrite_patterns(
 
 
 def _key(pattern: str) -> _Key:
+    spend(len(pattern))
     parsed = RE_PARSER.parse(pattern)
     ends = len(parsed) > 0 and str(parsed[-1][1]) == "AT_END"
     return _Key(_search(pattern), not _categories(parsed), ends)
@@ -230,6 +235,7 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
 def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
     values = [schema[name] for name in _NUMBERS if name in schema]
     values += [schema.get("const"), schema.get("enum")]
+    spend_on_value(values)
     if any(isinstance(v, int | float) and abs(v) > _LARGEST for v in values_within(values)):
         raise _refusal(pointer, "", "a number beyond 2**53 is rounded; write it as a string")
     if any(isinstance(v, str) and _CONTROL.search(v) for v in values_within(values[-2:])):
@@ -539,6 +545,7 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
     match spec.kind:
         case "json_schema" | "json_object":
             options = _FLEXIBLE if any_whitespace else _FIXED
+            spend_on_value(prepared)
             text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
         case "regex" | "choice":
             pattern = _pattern_of(document)

@@ -26,6 +26,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -308,7 +309,9 @@ def _source_of(document: SpecDocument) -> str:
     """The source to hand to xgrammar."""
     match document.spec.kind:
         case "json_schema" | "json_object":
-            return json.dumps(require_enforced(document.examined))
+            prepared = require_enforced(document.examined)
+            spend_on_value(prepared)
+            return json.dumps(prepared)
         case "regex":
             return to_fullmatch(document.spec.source)
         case "choice":

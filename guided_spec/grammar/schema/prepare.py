@@ -22,6 +22,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
+from guided_spec.grammar.steps import spend, spend_on_value
 
 DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
     f"http://json-schema.org/draft-0{draft}/schema{end}": draft
@@ -32,6 +33,8 @@ TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "in
 LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$:-]*)*")
 PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
+_OF_VALIDATING = 60  # steps of one node
+_ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 
 
 def check_schema(schema: Any) -> None:
@@ -40,6 +43,7 @@ def check_schema(schema: Any) -> None:
     Its ``$schema`` names that, draft 2020-12 by default.
     """
     if not is_plainly_valid(schema):
+        spend_on_value(schema, _OF_VALIDATING)
         draft = jsonschema.Draft202012Validator
         validator = jsonschema.validators.validator_for(schema, default=draft)
         validator.check_schema(schema)
@@ -59,6 +63,7 @@ def _is_schema(draft: int, schema: Any, depth: int) -> bool:
         return draft > 4
     if not isinstance(schema, dict) or depth == 0:
         return False
+    spend(2 + len(schema))
     if draft == 4 and any(
         f"exclusive{m}imum" in schema and f"{m.lower()}imum" not in schema for m in ("Min", "Max")
     ):
@@ -138,9 +143,15 @@ def _is_number(value: Any, _: int = 0) -> bool:
     return type(value) is int or type(value) is float
 
 
+def _compiles(pattern: str) -> bool:
+    # Under (?i) ``re`` looks at every character of a range.
+    spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if _ANY_CASE.search(pattern) else 0))
+    return re.compile(pattern) is not None
+
+
 def _is_pattern(value: Any, _: int = 0) -> bool:
     try:
-        return isinstance(value, str) and re.compile(value) is not None
+        return isinstance(value, str) and _compiles(value)
     except (re.error, RecursionError, OverflowError):
         return False
 
