@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.steps import spend, spend_on_text
+from guided_spec.grammar.steps import is_limited, spend, spend_on_text
 
 Ranges = tuple[tuple[int, int], ...]
 """Inclusive, ascending, and neither touching nor overlapping."""
@@ -31,11 +33,7 @@ _ASCII: dict[str, Ranges] = {
     "space": ((9, 13), (32, 32)),
     "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
 }
-_UNICODE: dict[str, Callable[[str], bool]] = {
-    "digit": str.isdecimal,
-    "space": str.isspace,
-    "word": lambda char: char.isalnum() or char == "_",
-}
+_UNICODE = {"digit": r"\d", "space": r"\s", "word": r"\w"}
 
 
 def normalize(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -75,8 +73,10 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
     """The characters of ``\\d`` ("digit"), ``\\s`` ("space") or ``\\w`` ("word")."""
     if ascii_only:
         return _ASCII[kind]
-    holds = _UNICODE[kind]
-    return normalize((code, code) for code in range(_LAST + 1) if holds(chr(code)))
+    codes = np.arange(_LAST + 1, dtype="<u4")
+    text = codes.tobytes().decode("utf-32-le", "surrogatepass")
+    runs = re.finditer(f"{_UNICODE[kind]}+", text)
+    return tuple((run.start(), run.end() - 1) for run in runs)
 
 
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
@@ -486,6 +486,73 @@ def fits_length(pattern: str, low: int, high: int | None) -> bool:
         return False
     unlimited = longest >= int(RE_PARSER.MAXREPEAT)
     return shortest >= low and (high is None or (longest <= high and not unlimited))
+
+
+_TRIALS_OF_A_STEP = 64  # characters that ``re`` looks at in one step
+
+
+class _Ways(NamedTuple):
+    """In how many ways a pattern can match a text, at most.
+
+    loops: each can end at any character. choices: each goes one of two ways. doubles: whether every
+    character can double their number.
+    """
+
+    loops: int = 0
+    choices: int = 0
+    doubles: bool = False
+
+
+def spend_on_search(pattern: str, text: str) -> None:
+    """Count the steps that ``re.search`` may take, which tries one way to match after another.
+
+    Raises StepsSpentError beyond the limit, and re.error for a pattern that ``re`` refuses.
+    """
+    if not is_limited():
+        return
+    loops, choices, doubles = _ways(pattern)
+    length = len(text) + 1
+    trials = length ** min(1 + loops, 16) * 2 ** min(choices, 64)
+    trials += 2 ** min(length, 64) if doubles else 0
+    spend(1 + trials // _TRIALS_OF_A_STEP)
+
+
+@lru_cache(maxsize=256)
+def _ways(pattern: str) -> _Ways:
+    spend(16 + len(pattern))
+    return _ways_of(RE_PARSER.parse(pattern))
+
+
+def _ways_of(items: Any) -> _Ways:
+    loops, choices, doubles = 0, 0, False
+    for op, value in items:
+        match str(op):
+            case "SUBPATTERN":
+                found = _ways_of(value[3])
+            case "ASSERT" | "ASSERT_NOT":
+                found = _ways_of(value[1])
+            case "ATOMIC_GROUP":
+                found = _ways_of(value)
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                inner = _ways_of(value[2])
+                once = value[1] == 1
+                grows = not once and bool(inner.loops or inner.choices)
+                doubles = doubles or grows
+                found = inner._replace(loops=inner.loops + (not once), choices=inner.choices + once)
+            case "BRANCH":
+                parts = [_ways_of(option) for option in value[1]]
+                found = _Ways(
+                    max(part.loops for part in parts),
+                    1 + max(part.choices for part in parts),
+                    any(part.doubles for part in parts),
+                )
+            case "GROUPREF_EXISTS" | "GROUPREF":
+                found = _Ways(loops=1, doubles=True)
+            case _:
+                continue
+        loops, choices = loops + found.loops, choices + found.choices
+        doubles = doubles or found.doubles
+    return _Ways(loops, choices, doubles)
 
 
 def _with_fewer(pattern: str, most: int) -> str:

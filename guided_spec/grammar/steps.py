@@ -8,15 +8,12 @@ written. Without a limit nothing is counted.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 _TEXT_OF_A_STEP = 64  # characters that are copied or written in one step
-_TRIALS_OF_A_STEP = 32  # characters that a regex looks at in one step
-_IN_PATTERN = re.compile(r"(?:\\.|\[\^?\]?(?:\\.|[^]\\])*\])(?P<one>)|\)?[*+?{]|\||\((?:\?:)?", re.DOTALL)
 
 
 class StepsSpentError(Exception):
@@ -104,21 +101,3 @@ def spend_on_value(value: Any, each: int = 1) -> None:
 def spend_on_text(text: str) -> None:
     """Count the steps of writing or reading a text once, character by character in C."""
     spend(1 + len(text) // _TEXT_OF_A_STEP)
-
-
-def spend_on_search(pattern: str, text: str) -> None:
-    """Count the steps that ``re.search`` may take, which tries all ways to match.
-
-    Those of a repeated group double with each character. Raises StepsSpentError beyond the limit.
-    """
-    if not is_limited():
-        return
-    found = [m.group() for m in _IN_PATTERN.finditer(pattern) if m["one"] is None]
-    loops = sum(token[-1] in "*+{" for token in found)
-    groups = sum(token[0] == "(" for token in found)
-    choices = sum(token in ("?", ")?") for token in found) + min(groups, found.count("|"))
-    length = len(text) + 1
-    trials = length ** min(1 + loops, 16) * 2 ** min(choices, 64)
-    if any(token[0] == ")" for token in found):  # a group that is repeated
-        trials += 2 ** min(length, 64)
-    spend(1 + len(pattern) // _TEXT_OF_A_STEP + trials // _TRIALS_OF_A_STEP)

@@ -39,6 +39,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, require_first_token
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
@@ -52,7 +53,7 @@ from guided_spec.grammar.schema.lowered import (
 from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend, spend_on_value
-from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
+from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row
 
@@ -312,6 +313,19 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
             return grammar
         return with_unique_keys(grammar, prepared, self.vocabulary)
 
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
+        """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
+        texts: LLGuidanceTexts = recipe.source
+        grammar = self._grammar(texts.main, texts.style, texts.pattern)
+        _require_compiled(spec, grammar)
+        grammar = replace(grammar, notes=texts.notes)
+        return with_key_rules(grammar, recipe.keys, self.vocabulary)
+
+    def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
+        source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
+        styled = None if style is None else source._replace(text=style)
+        return LLGuidanceGrammar(source, styled, self.vocabulary.without_bytes, pattern=pattern)
+
     def _in_any_order(
         self, spec: GrammarSpec, prepared: dict[str, Any], in_order: LLGuidanceGrammar
     ) -> LLGuidanceGrammar:
@@ -340,15 +354,9 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
         is_free = spec.any_whitespace
         style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
-        source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
-        grammar = LLGuidanceGrammar(
-            source,
-            None if style is None else source._replace(text=style),
-            self.vocabulary.without_bytes,
-            pattern=_pattern_of(document),
-        )
+        grammar = self._grammar(main, style, _pattern_of(document))
         try:
-            _require_compiled(spec, source, grammar)
+            _require_compiled(spec, grammar)
         except UnsatisfiableGrammarError as error:
             lost = narrowing(document.lowered.entries) if spec.kind == "json_schema" else []
             if lost:  # there may be values, but none that is left
@@ -487,6 +495,18 @@ class LLGuidanceMatcher(Matcher):
         self._matcher.consume_tokens(self._token_ids)
 
 
+class LLGuidanceTexts(NamedTuple):
+    """What a grammar is compiled from: its own text and that of its style, in the Lark dialect.
+
+    notes, pattern: see ``LLGuidanceGrammar``.
+    """
+
+    main: str
+    style: str | None
+    notes: tuple[Unenforced, ...]
+    pattern: str | None
+
+
 @dataclass(frozen=True, eq=False)
 class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
@@ -503,6 +523,12 @@ class LLGuidanceGrammar:
     backend: ClassVar[str] = "llguidance"
     memory_size_bytes: ClassVar[int] = 0  # beyond its source; llguidance does not say
 
+    def recipe(self) -> Recipe:
+        """What ``LLGuidanceBackend.rebuild`` takes."""
+        style = None if self.style is None else self.style.text
+        texts = LLGuidanceTexts(self.source.text, style, self.notes, self.pattern)
+        return Recipe(self.backend, texts)
+
     def new_matcher(self) -> LLGuidanceMatcher:
         """A matcher at the start of the grammar."""
         return LLGuidanceMatcher(self.source, self._compiled.deep_copy())
@@ -517,9 +543,7 @@ class LLGuidanceGrammar:
         return self.source.new()
 
 
-def _require_compiled(
-    spec: GrammarSpec, source: LLGuidanceSource, grammar: LLGuidanceGrammar
-) -> None:
+def _require_compiled(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
     message = grammar._compiled.get_error()
     if message:
         reason = _reason(message)
@@ -528,7 +552,7 @@ def _require_compiled(
         if spec.kind == "json_schema":
             raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
         raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
-    require_first_token(grammar, source.vocabulary.vocab_size, spec.kind)
+    require_first_token(grammar, grammar.source.vocabulary.vocab_size, spec.kind)
 
 
 def _reason(message: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jsonschema
 
-from guided_spec.grammar.steps import is_limited, spend, spend_on_search, spend_on_value
+from guided_spec.grammar.regex import spend_on_search
+from guided_spec.grammar.steps import is_limited, spend, spend_on_value
 
 _OF_CALL, _OF_KEYWORD = 20, 8  # steps
 _UNCOUNTED = 10**9  # steps of a part in a dialect of its own, whose validator counts nothing
@@ -21,7 +22,8 @@ Check = Callable[[Any, Any, Any, Any], Iterator[Any] | None]
 def counting(kind: Any) -> Any:
     """A validator class of jsonschema that counts its steps."""
     checks = {name: _counted(name, check) for name, check in kind.VALIDATORS.items()}
-    return jsonschema.validators.extend(kind, validators=checks)
+    extend: Any = jsonschema.validators.extend
+    return extend(kind, validators=checks)
 
 
 def is_valid(validator: Any, value: Any) -> bool:

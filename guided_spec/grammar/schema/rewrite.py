@@ -21,7 +21,14 @@ from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import FORMATS, RE_PARSER, fits_length, format_within, to_fullmatch
+from guided_spec.grammar.regex import (
+    FORMATS,
+    RE_PARSER,
+    fits_length,
+    format_within,
+    spend_on_search,
+    to_fullmatch,
+)
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -33,7 +40,7 @@ from guided_spec.grammar.schema.lowered import (
     find,
 )
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
-from guided_spec.grammar.steps import spend, spend_on_search, spend_on_value
+from guided_spec.grammar.steps import spend, spend_on_value
 
 _MAX_VALUES = 1000
 _OF_SCHEMA = 12  # steps of one schema

@@ -467,8 +467,7 @@ class Disjointness:
             return False  # jsonschema would look references up from the root
         try:
             return not any(
-                all(self.is_valid(value, schema) for schema in schemas)
-                for value in values
+                all(self.is_valid(value, schema) for schema in schemas) for value in values
             )
         except (referencing.exceptions.Unresolvable, RecursionError):
             return False
