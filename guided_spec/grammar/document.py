@@ -262,7 +262,7 @@ class SpecDocument:
     """A spec and the stages of its way. What a stage holds is not to be changed.
 
     demand: who waits for its grammar; None for somebody who always does. is_dear: whether preparing
-    it has turned out to take more steps than this process may spend on it.
+    it has turned out to take more steps than this process may spend on it. num_steps: that it took.
 
     Each stage is made when it is first asked for. Used by one thread.
     """
@@ -271,6 +271,7 @@ class SpecDocument:
         self.spec = spec
         self.demand = demand
         self.is_dear = False
+        self.num_steps = 0
 
     @property
     def value(self) -> Any:

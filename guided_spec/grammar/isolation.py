@@ -39,6 +39,7 @@ from guided_spec.grammar.document import (
 )
 from guided_spec.grammar.recipe import Recipe, RecipeGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import StepsSpentError, limit_steps, spend_on_text
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
     from guided_spec.grammar.completion.rule_endings import ReadRules
@@ -61,6 +62,7 @@ _TRIES = 3  # workers that may be killed over one job, of which one may have bee
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _FEW = 32  # grammars, whose rules are read where they are compiled
 _LONGEST_RECIPE = 2**24  # bytes
+_LONGEST_RULES = 2**21  # bytes, which are read back in some 30 ms
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
 
@@ -127,7 +129,15 @@ class Workers:
         table: TokenTable = self._run(_Job(spec, limits, tables), self._take())
         return table
 
-    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
+    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules:
+        """The rules of a grammar, read by a worker.
+
+        Raises what ``read_if_idle`` raises, and GrammarWorkerError where none can be started.
+        """
+        found: ReadRules = self._run(_Reading(source, limits), self._take())
+        return found
+
+    def read_if_idle(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
         """The rules of a grammar, read by an idle worker; None where there is none.
 
         Raises what ``read_source`` raises, and GrammarCompileError where the worker fails.
@@ -216,7 +226,8 @@ class RuleReader:
 
     Where grammars are new all the time, some milliseconds of Python for each would hold up every
     step of the texts that decode in this process. A worker is started beside them once 32 have
-    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here.
+    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here, save
+    those that take too many steps.
     """
 
     def __init__(
@@ -229,9 +240,12 @@ class RuleReader:
         self._lock = threading.Lock()
         self._until_start = _FEW
 
-    def read(self, source: RuleSource) -> ReadRules:
-        """As ``read_source``. Raises GrammarCompileError where the worker fails at it."""
-        found = self._workers.read(source, self._limits)
+    def read(self, source: RuleSource, steps: int) -> ReadRules:
+        """As ``read_source``. Raises GrammarCompileError where the worker fails at it.
+
+        steps: that this process may spend on it; rules that take more are left to a worker.
+        """
+        found = self._workers.read_if_idle(source, self._limits)
         if found is not None:
             return found
         with self._lock:
@@ -239,7 +253,12 @@ class RuleReader:
             starts = self._until_start == 0
         if starts:
             threading.Thread(target=self._start, name="grammar-reader", daemon=True).start()
-        return self._read_here(source)
+        try:
+            with limit_steps(steps):
+                spend_on_text(source.text)
+                return self._read_here(source)
+        except StepsSpentError:
+            return self._workers.read(source, self._limits)
 
     def _start(self) -> None:
         try:
@@ -415,12 +434,15 @@ class _Bench:
 
     def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | TriedOut:
         """The job's result."""
+        from guided_spec.grammar.completion.endings import UnreadableGrammarError
         from guided_spec.grammar.completion.rule_endings import read_source
         from guided_spec.grammar.tables.table import proven_table, tabled_part
 
         if isinstance(job, _Reading):
             found = read_source(job.source, self._spelling)
             found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
+            if len(pickle.dumps(found)) > _LONGEST_RULES:
+                raise UnreadableGrammarError("its rules are too long to be handed over")
             return found
         document = SpecDocument(job.spec)
         check_limits(document, job.limits)

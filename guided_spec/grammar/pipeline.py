@@ -21,6 +21,8 @@ from guided_spec.errors import GrammarCompileError, GrammarError, GrammarWorkerE
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.rule_endings import ReadRules
+from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.document import (
@@ -407,8 +409,15 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
-            self._endings.of(compiled, None if self._reader is None else self._reader.read)
+            self._endings.of(compiled, self._read_rules(document))
         return compiled
+
+    def _read_rules(self, document: SpecDocument) -> Callable[[RuleSource], ReadRules] | None:
+        if self._reader is None:
+            return None
+        steps = (self.limits or GrammarLimits()).steps
+        spent = steps if document.is_dear else document.num_steps
+        return partial(self._reader.read, steps=max(steps - spent, steps // 4))
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
@@ -422,10 +431,12 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         check_source(document.spec, self.limits)
         has_worker = self._has_worker(document.spec)
         try:
-            with limit_steps(self.limits.steps):
+            with limit_steps(self.limits.steps) as count:
                 if not (has_worker and document.is_large):
                     check_limits(document, self.limits)
-                    return self._backend.compile_document(document)
+                    compiled = self._backend.compile_document(document)
+                    document.num_steps = count.spent
+                    return compiled
         except StepsSpentError as error:
             if not has_worker:
                 raise _refuse(document.spec, error) from error

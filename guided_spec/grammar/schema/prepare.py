@@ -33,6 +33,7 @@ TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "in
 LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$:-]*)*")
 PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
+_TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
 _OF_VALIDATING = 60  # steps of one node
 _ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 
@@ -232,5 +233,11 @@ def _broken_schemas() -> Iterator[None]:
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])
         raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
-    except (re.error, RecursionError, OverflowError) as error:
+    except RecursionError as error:
+        raise GrammarCompileError(_TOO_DEEP) from error
+    except (re.error, OverflowError) as error:
         raise GrammarCompileError(f"not a JSON schema: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of rpds, where it meets a RecursionError
+            raise
+        raise GrammarCompileError(_TOO_DEEP) from error

@@ -414,11 +414,18 @@ class Disjointness:
 
     def types(self, schema: Any) -> frozenset[str]:
         """The types that a value may have; perhaps too many, never too few."""
+        return self._types(schema, frozenset())
+
+    def _types(self, schema: Any, above: frozenset[int]) -> frozenset[str]:
+        """above: the ids of schemas for the same value, of which this one is an option."""
         spend(_OF_DEMANDS)
         found = self._joined([schema])
         types = found.types
         for options in found.options:
-            types &= frozenset().union(*(self.types(option) for option in options))
+            if id(options) in above:  # it is an option of itself, which says nothing
+                continue
+            inside = above | {id(options)}
+            types &= frozenset().union(*(self._types(option, inside) for option in options))
         return types
 
     def is_valid(self, value: Any, schema: Any) -> bool:
