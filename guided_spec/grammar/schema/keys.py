@@ -101,17 +101,18 @@ def free_keys(schema: Any) -> FreeKeys:
     Where it is not plain to see, the answer is yes.
     """
     definitions = _definitions(schema)
-    nodes = [node for node in _every_part(schema) if _takes_free_keys(node)]
+    nodes = [node for node in every_part(schema) if _takes_free_keys(node)]
     return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
 
 
 def required_keys(schema: Any) -> tuple[str, ...]:
     """The keys that some object of such a schema must have, each once."""
-    parts = (part for part in _every_part(schema) if isinstance(part, dict))
+    parts = (part for part in every_part(schema) if isinstance(part, dict))
     return tuple(dict.fromkeys(key for part in parts for key in part.get("required", ())))
 
 
-def _every_part(schema: Any) -> Iterator[Any]:
+def every_part(schema: Any) -> Iterator[Any]:
+    """A schema with ``$defs``, and all below it."""
     return chain.from_iterable(map(all_parts, [schema, *_definitions(schema).values()]))
 
 

@@ -20,7 +20,8 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, prepare_for_llguidance
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.spec import GrammarSpec
