@@ -83,26 +83,37 @@ class PendingGrammar:
     ``release``.
     """
 
-    def __init__(
-        self, future: Future[CompiledGrammar], queue: GrammarCompileQueue, entry: _Entry
-    ) -> None:
+    def __init__(self, future: Future[CompiledGrammar], place: _Place | None) -> None:
         self.future = future
-        self._queue = queue
-        self._entry: _Entry | None = entry
+        self._place = place
+
+    @classmethod
+    def failed(cls, error: Exception) -> PendingGrammar:
+        """One that will never come."""
+        pending = cls(Future(), None)
+        pending.future.set_exception(error)
+        return pending
 
     def share(self) -> PendingGrammar:
         """The same for another request."""
-        return self if self._entry is None else self._queue.ask(self._entry.spec)
+        return self if self._place is None else self._place.queue.ask(self._place.entry.spec)
 
     def release(self) -> None:
         """Wait no more. May be called again, and is made up for when this object is dropped."""
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self._queue._leave(entry)
+        place, self._place = self._place, None
+        if place is not None:
+            place.queue._leave(place.entry)
 
     def __del__(self) -> None:
-        if self._entry is not None:  # anywhere, also where locks are held
-            self._queue._waiting.put(_Left(self._entry))
+        if self._place is not None:  # anywhere, also where locks are held
+            self._place.queue._waiting.put(_Left(self._place.entry))
+
+
+class _Place(NamedTuple):
+    """One of those who wait for an entry of a queue."""
+
+    queue: GrammarCompileQueue
+    entry: _Entry
 
 
 class GrammarCompileQueue:
@@ -179,7 +190,7 @@ class GrammarCompileQueue:
     def ask(self, spec: GrammarSpec) -> PendingGrammar:
         """As ``submit``, for a request that may end before its grammar is there."""
         entry = self._join(spec)
-        return PendingGrammar(_own_failure(entry.future), self, entry)
+        return PendingGrammar(_own_failure(entry.future), _Place(self, entry))
 
     def _join(self, spec: GrammarSpec) -> _Entry:
         if spec.value_type is not None:  # else it would be kept, and sent to a process
