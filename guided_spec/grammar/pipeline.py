@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -67,13 +68,8 @@ class _Entry:
     counted_bytes: int = 0
 
 
-class _Left(NamedTuple):
-    """One that waited for a grammar is gone."""
-
-    entry: _Entry
-
-
-_Waiting = queue.SimpleQueue[_Entry | _Left | None]
+_WAKE = "wake"  # a thread, to look at what was dropped
+_Waiting = queue.SimpleQueue[_Entry | str | None]
 
 
 class PendingGrammar:
@@ -106,7 +102,8 @@ class PendingGrammar:
 
     def __del__(self) -> None:
         if self._place is not None:  # anywhere, also where locks are held
-            self._place.queue._waiting.put(_Left(self._place.entry))
+            self._place.queue._dropped.append(self._place.entry)
+            self._place.queue._waiting.put(_WAKE)
 
 
 class _Place(NamedTuple):
@@ -154,6 +151,7 @@ class GrammarCompileQueue:
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._counted_bytes = 0  # the sum over all entries
         self._grow: deque[GrammarSpec] = deque()  # asked for lately: to be counted once more
+        self._dropped: deque[_Entry] = deque()  # of which one who waited is gone
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
@@ -263,9 +261,12 @@ class GrammarCompileQueue:
 
     def _work(self, waiting: _Waiting) -> None:
         while (entry := waiting.get()) is not None:
-            if isinstance(entry, _Left):
-                self._leave(entry.entry)
-            elif waiting is self._waiting and _seems_large(entry):
+            while self._dropped:
+                with suppress(IndexError):  # another thread was faster
+                    self._leave(self._dropped.popleft())
+            if isinstance(entry, str):
+                continue
+            if waiting is self._waiting and _seems_large(entry):
                 self._large.put(entry)
             elif entry.future.running() or entry.future.set_running_or_notify_cancel():
                 self._compile(entry)

@@ -62,6 +62,7 @@ _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _ROWS_OF_A_TOKEN = 32
 _TRIED_TOKENS = 4
+_FAR = 64  # bytes
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
@@ -176,11 +177,13 @@ class _Tokens(NamedTuple):
 class _LexerRoom:
     """How the lexer that the matchers of one grammar share gets on.
 
-    is_full: whether it has no room left; a new one has. looks_ahead: whether forced bytes are asked
-    for: they may fill it up at once.
+    is_full: whether it has no room left; a new one has. is_suspect: whether it may have none, since
+    bytes far ahead were looked at. looks_ahead: whether forced bytes are asked for: they may fill
+    it up at once.
     """
 
     is_full: bool = False
+    is_suspect: bool = False
     looks_ahead: bool = True
 
 
@@ -230,12 +233,7 @@ class LLGuidanceMatcher(Matcher):
             self._has_ended = bool(self._matcher.is_accepting())
             if not self._has_ended:
                 return False
-        elif (
-            not vocabulary.token_bytes[token_id]
-            or self._matcher.validate_tokens([token_id]) != 1
-            or not self._matcher.consume_token(token_id)
-            and not self._consume_anew(token_id)
-        ):
+        elif not vocabulary.token_bytes[token_id] or not self._consume(token_id):
             return False
         self._token_ids.append(token_id)
         return True
@@ -250,6 +248,7 @@ class LLGuidanceMatcher(Matcher):
         if self._has_ended or not self._source.lexer.looks_ahead:
             return b""
         forced: bytes = self._matcher.compute_ff_bytes()
+        self._source.lexer.is_suspect |= len(forced) >= _FAR
         return forced
 
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
@@ -297,14 +296,20 @@ class LLGuidanceMatcher(Matcher):
     def _fill(self, row: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
-    def _consume_anew(self, token_id: int) -> bool:
-        """With a new lexer: the shared one may be full, of bytes that were looked at ahead."""
-        self._source.lexer.is_full = True
-        self._source.lexer.looks_ahead = False
-        self._replay()
-        if self._matcher.consume_token(token_id):
+    def _consume(self, token_id: int) -> bool:
+        lexer = self._source.lexer
+        is_legal = self._matcher.validate_tokens([token_id]) == 1
+        if is_legal and self._matcher.consume_token(token_id):
             return True
-        self._replay()
+        if not is_legal and not lexer.is_suspect:
+            return False
+        lexer.is_suspect = False
+        self._replay()  # with a new lexer
+        if self._matcher.validate_tokens([token_id]) == 1:
+            if self._matcher.consume_token(token_id):
+                lexer.is_full, lexer.looks_ahead = True, False
+                return True
+            self._replay()
         return False
 
     def _replay(self) -> None:
