@@ -62,7 +62,7 @@ _TRIES = 3  # workers that may be killed over one job, of which one may have bee
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _FEW = 32  # grammars, whose rules are read where they are compiled
 _LONGEST_RECIPE = 2**24  # bytes
-_LONGEST_RULES = 2**21  # bytes, which are read back in some 30 ms
+_LONGEST_RULES = 2**20  # bytes, which are read back in some 20 ms
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
 

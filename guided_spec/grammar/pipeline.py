@@ -461,7 +461,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         tried = self._workers.try_out(spec, limits, document.demand)
         compiled = None
         if tried.recipe is not None:
-            compiled = self._backend.rebuild(spec, tried.recipe)
+            compiled = self._backend.rebuild(document.spec, tried.recipe)
         if compiled is None:
             return self._backend.compile_document(document)
         for text in tried.warnings:

@@ -24,8 +24,13 @@ _ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 def schema_ebnf(prepared: Any, *, any_whitespace: bool) -> str:
     """The grammar, with the rule ``root``. Raises RuntimeError where xgrammar does not take it."""
     spend_on_value(prepared)
+    return json_ebnf(json.dumps(prepared), any_whitespace=any_whitespace)
+
+
+def json_ebnf(source: str, *, any_whitespace: bool) -> str:
+    """As ``schema_ebnf``, of the schema's text."""
     grammar = xgrammar.Grammar.from_json_schema(
-        json.dumps(prepared), any_whitespace=any_whitespace, strict_mode=False
+        source, any_whitespace=any_whitespace, strict_mode=False
     )
     text = str(grammar)
     spend_on_text(text)

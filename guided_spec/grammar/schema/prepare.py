@@ -42,7 +42,7 @@ PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
 _TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
 _MOST_OPTIONAL = 500  # llguidance ends there; the largest of 541 schemas from the wild has 131
-_OF_VALIDATING = 60  # steps of one node
+_OF_VALIDATING = 150  # steps of one node
 _ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 
 
@@ -85,6 +85,10 @@ def _is_schema(draft: int, schema: Any, depth: int) -> bool:
     return True
 
 
+Check = Callable[[Any, int], bool]
+"""Whether a keyword's value is right; takes the depth that is left, too."""
+
+
 @cache
 def _checks(draft: int) -> dict[str, Callable[[Any, int], bool]]:
     """By keyword, whether its value is right in a draft. Takes the depth that is left, too."""
@@ -118,6 +122,21 @@ def _checks(draft: int) -> dict[str, Callable[[Any, int], bool]]:
         **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
         **dict.fromkeys(("properties", "$defs", "definitions"), named),
         **_VALUES,
+        **(_since_2020(one, named) if draft == 2020 else {}),
+    }
+
+
+def _since_2020(one: Check, named: Check) -> dict[str, Check]:
+    """Keywords that older drafts do not know. one, named: checks of a schema, and of named ones."""
+
+    def lists(value: Any, _: int) -> bool:
+        return isinstance(value, dict) and all(map(_is_name_list, value.values()))
+
+    return {
+        **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), one),
+        **dict.fromkeys(("readOnly", "writeOnly", "deprecated"), _is_flag),
+        "dependentSchemas": named,
+        "dependentRequired": lists,
     }
 
 
