@@ -462,7 +462,8 @@ class LLM(Homebound):
             return job
         spec = self._markers.bind(params.grammar, prompt_ids)
         marker = None if spec.start is None else self._markers.find(spec.start)
-        return job._replace(marker=marker, grammar=self._grammars.submit(spec))
+        pending = self._grammars.ask(spec)
+        return job._replace(marker=marker, grammar=pending.future, pending=pending)
 
     def _prompt_text(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
         text = self._encoder.text(prompt)
@@ -476,6 +477,9 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
         # Samples differ by their seed; the first one is what n=1 would have given.
         seed = (first.seed + index) % (MAX_SEED + 1)
         job = first._replace(seed=seed, sample_index=index)
+        if first.pending is not None:
+            pending = first.pending.share()
+            job = job._replace(grammar=pending.future, pending=pending)
         samples.append(Request(job, vocabulary, report))
     return samples
 

@@ -14,6 +14,7 @@ from guided_spec.errors import GrammarError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.markers import Marker
+from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
@@ -186,7 +187,8 @@ class Job(NamedTuple):
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     traced: what to call the writer in the text's trace; None records none.
-    verifier: of the engine that writes it.
+    verifier: of the engine that writes it. pending: the request's part in ``grammar``; None where
+        somebody else keeps that.
     """
 
     prompt_ids: Sequence[int]
@@ -204,6 +206,7 @@ class Job(NamedTuple):
     is_streamed: bool = True
     traced: TraceSource | None = None
     verifier: Verifier = "rejection"
+    pending: PendingGrammar | None = None
 
 
 class Request:
@@ -371,6 +374,8 @@ class Request:
         text.end(reason, error)
         reason, error = text.ended or reason, text.error
         self.state = State.FINISHED
+        if self.job.pending is not None:
+            self.job.pending.release()
         self._output.finish()
         output_ids = text.output_ids
         self.stats.output_tokens = len(output_ids)

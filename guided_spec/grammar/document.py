@@ -18,12 +18,15 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, escape, find, unescape
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import spend, spend_on_text
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_field_kinds
 
@@ -118,6 +121,7 @@ class _SizeReader:
         stack: list[tuple[Any, int, _Path, bool, bool]] = [(root, 1, None, False, False)]
         while stack:
             node, depth, path, is_data, is_map = stack.pop()
+            spend(2 + len(node))
             self._more("nesting", depth, path)
             self._more("alternatives", len(node), path)
             if isinstance(node, list):
@@ -217,6 +221,7 @@ class _Scan:
         self.nesting = self.largest = self.longest = 0
         self.alternatives = 1
         in_class = False
+        spend(len(text))
         for match in tokens.finditer(text):
             token = match.group()
             if in_class and token != "]":
@@ -256,11 +261,17 @@ _ANY_OBJECT = {"type": "object"}
 class SpecDocument:
     """A spec and the stages of its way. What a stage holds is not to be changed.
 
-    Each is made when it is first asked for. Used by one thread.
+    demand: who waits for its grammar; None for somebody who always does. is_dear: whether preparing
+    it has turned out to take more steps than this process may spend on it. num_steps: that it took.
+
+    Each stage is made when it is first asked for. Used by one thread.
     """
 
-    def __init__(self, spec: GrammarSpec) -> None:
+    def __init__(self, spec: GrammarSpec, demand: Demand | None = None) -> None:
         self.spec = spec
+        self.demand = demand
+        self.is_dear = False
+        self.num_steps = 0
 
     @property
     def value(self) -> Any:
@@ -283,7 +294,7 @@ class SpecDocument:
     @property
     def is_large(self) -> bool:
         """Whether compiling it may take seconds or more; microseconds for an ordinary one."""
-        return len(self.spec.source) > LARGE_SOURCE or self.size.large
+        return self.is_dear or len(self.spec.source) > LARGE_SOURCE or self.size.large
 
     def without_start(self) -> SpecDocument:
         """The one that binds at once; what is read of this one is read of that."""
@@ -309,6 +320,7 @@ class SpecDocument:
     @cached_property
     def _parsed(self) -> Any:
         """The value, or the error in its place."""
+        spend_on_text(self.spec.source)
         try:
             return json.loads(self.spec.source)
         except (ValueError, RecursionError) as error:
@@ -336,6 +348,14 @@ class DocumentCompiler(ABC, Generic[Compiled]):
     @abstractmethod
     def compile_document(self, document: SpecDocument) -> Compiled:
         """As ``compile``."""
+
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> Compiled | None:
+        """Compile once more what was compiled for ``spec`` elsewhere, without reading its source.
+
+        None where this needs the document. Raises GrammarCompileError where it does not compile.
+        """
+        del spec, recipe
+        return None
 
 
 class _SpecBackend(DocumentCompiler[CompiledGrammar]):
@@ -482,8 +502,12 @@ class GrammarLimits:
     text_seconds: CPU time that the mask rows of one text may take in all; those that take less
         than 0.02 s do not count. The request fails with a GrammarTooSlowError.
 
-    The two of compiling bind for grammars that are large at first sight, see ``GrammarPipeline``.
-    Raises ConfigError for a limit that is not positive.
+    steps: of preparing one grammar in this process, each half a microsecond of Python. Beyond it a
+        worker process prepares the grammar; where there is none, it is refused.
+
+    Time and memory are limited in a worker, which compiles grammars that are large at first sight
+    and those that take more steps, see ``GrammarPipeline``. Raises ConfigError for a limit that is
+    not positive.
     """
 
     source_bytes: int = 2**20
@@ -493,6 +517,7 @@ class GrammarLimits:
     compile_seconds: float = 30.0
     compile_bytes: int = 2 * 2**30
     text_seconds: float = 5.0
+    steps: int = 80_000
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -538,20 +563,24 @@ def check_limits(document: SpecDocument, limits: GrammarLimits) -> GrammarSize:
     Raises GrammarCompileError naming the limit, what was found, where, and what to do. A broken
     source passes: what is wrong with it is the compiler's to say.
     """
-    spec = document.spec
+    check_source(document.spec, limits)
+    size = document.size
+    for name, fix in _FIXES.items():
+        extent: Extent = getattr(size, name)
+        limit: int = getattr(limits, name)
+        if extent.value > limit:
+            raise _refuse(document.spec, name, extent, limit, fix)
+    return size
+
+
+def check_source(spec: GrammarSpec, limits: GrammarLimits) -> None:
+    """Raise GrammarCompileError for a source that is too long, in time linear in the limit."""
     # A character is at least one byte: what is far too long is not encoded first.
     length = len(spec.source)
     if length <= limits.source_bytes:
         length = len(spec.source.encode("utf-8", "surrogatepass"))
     if length > limits.source_bytes:
         raise _refuse(spec, "source_bytes", Extent(length), limits.source_bytes, "shorten it")
-    size = document.size
-    for name, fix in _FIXES.items():
-        extent: Extent = getattr(size, name)
-        limit: int = getattr(limits, name)
-        if extent.value > limit:
-            raise _refuse(spec, name, extent, limit, fix)
-    return size
 
 
 def _refuse(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from multiprocessing.connection import Connection, Pipe
@@ -25,15 +27,25 @@ from guided_spec.grammar.backends.registry import (
     BackendFactory,
     importable_backends,
 )
-from guided_spec.grammar.document import GrammarLimits, NoTableError, TableLimits
+from guided_spec.grammar.demand import Demand
+from guided_spec.grammar.document import (
+    GrammarLimits,
+    NoTableError,
+    SpecDocument,
+    TableLimits,
+    as_document_compiler,
+    check_limits,
+)
+from guided_spec.grammar.recipe import Recipe, RecipeGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import StepsSpentError, limit_steps, spend_on_text
 from guided_spec.home import Home
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
     from guided_spec.grammar.completion.rule_endings import ReadRules
     from guided_spec.grammar.completion.rules import RuleSource
     from guided_spec.grammar.completion.spelling import Spelling
-    from guided_spec.grammar.protocol import GrammarBackend
+    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
     from guided_spec.grammar.tables.token_table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -49,6 +61,8 @@ _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
 _TRIES = 3  # workers that may be killed over one job, of which one may have been dead before
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _FEW = 32  # grammars, whose rules are read where they are compiled
+_LONGEST_RECIPE = 2**24  # bytes
+_LONGEST_RULES = 2**20  # bytes, which are read back in some 20 ms
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
 
@@ -94,14 +108,19 @@ class Workers:
         for worker in idle:
             self._end(worker)
 
-    def try_out(self, spec: GrammarSpec, limits: GrammarLimits) -> None:
-        """Compile ``spec`` in a worker, within the limits of time and memory.
+    def try_out(
+        self, spec: GrammarSpec, limits: GrammarLimits, demand: Demand | None = None
+    ) -> TriedOut:
+        """Compile ``spec`` in a worker, within the limits of its source, of time and of memory.
+
+        demand: once nobody waits any more, the worker is killed.
 
         Raises what the backend raises, GrammarCompileError for a grammar that is beyond the limits
-        or that crashes its worker, and GrammarWorkerError where workers are killed or cannot be
-        started.
+        or that crashes its worker, GrammarWorkerError where workers are killed or cannot be
+        started, and AbandonedError where nobody waits.
         """
-        self._run(_Job(spec, limits), self._take())
+        found: TriedOut = self._run(_Job(spec, limits), self._take(), demand)
+        return found
 
     def make_table(
         self, spec: GrammarSpec, limits: GrammarLimits, tables: TableLimits
@@ -113,7 +132,15 @@ class Workers:
         table: TokenTable = self._run(_Job(spec, limits, tables), self._take())
         return table
 
-    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
+    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules:
+        """The rules of a grammar, read by a worker.
+
+        Raises what ``read_if_idle`` raises, and GrammarWorkerError where none can be started.
+        """
+        found: ReadRules = self._run(_Reading(source, limits), self._take())
+        return found
+
+    def read_if_idle(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
         """The rules of a grammar, read by an idle worker; None where there is none.
 
         Raises what ``read_source`` raises, and GrammarCompileError where the worker fails.
@@ -138,12 +165,13 @@ class Workers:
             raise
         self._give_back(worker)
 
-    def _run(self, job: _Job | _Reading, worker: _Worker) -> Any:
+    def _run(self, job: _Job | _Reading, worker: _Worker, demand: Demand | None = None) -> Any:
         """The job's result. Where its worker was killed, another one tries."""
         for tries_left in reversed(range(_TRIES)):
             try:
-                worker.start()
-                result = worker.run(job)
+                with worker.killed_without(demand):
+                    worker.start()
+                    result = worker.run(job)
                 break
             except _EndedError as ended:
                 self._end(worker)
@@ -201,7 +229,8 @@ class RuleReader:
 
     Where grammars are new all the time, some milliseconds of Python for each would hold up every
     step of the texts that decode in this process. A worker is started beside them once 32 have
-    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here.
+    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here, save
+    those that take too many steps.
     """
 
     def __init__(
@@ -214,9 +243,12 @@ class RuleReader:
         self._lock = threading.Lock()
         self._until_start = _FEW
 
-    def read(self, source: RuleSource) -> ReadRules:
-        """As ``read_source``. Raises GrammarCompileError where the worker fails at it."""
-        found = self._workers.read(source, self._limits)
+    def read(self, source: RuleSource, steps: int) -> ReadRules:
+        """As ``read_source``. Raises GrammarCompileError where the worker fails at it.
+
+        steps: that this process may spend on it; rules that take more are left to a worker.
+        """
+        found = self._workers.read_if_idle(source, self._limits)
         if found is not None:
             return found
         with self._lock:
@@ -224,7 +256,12 @@ class RuleReader:
             starts = self._until_start == 0
         if starts:
             threading.Thread(target=self._start, name="grammar-reader", daemon=True).start()
-        return self._read_here(source)
+        try:
+            with limit_steps(steps):
+                spend_on_text(source.text)
+                return self._read_here(source)
+        except StepsSpentError:
+            return self._workers.read(source, self._limits)
 
     def _start(self) -> None:
         try:
@@ -288,6 +325,12 @@ class _Worker:
             )
         self._first_message = None
 
+    def killed_without(self, demand: Demand | None) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the process is killed once nobody waits for what it does."""
+        if demand is None:
+            return contextlib.nullcontext()
+        return demand.ended_by(self.process.kill)
+
     def run(self, job: _Job | _Reading) -> Any:
         """What was found wrong, or made.
 
@@ -345,6 +388,16 @@ class _Job(NamedTuple):
         return self.limits.compile_seconds + (0.0 if self.tables is None else self.tables.seconds)
 
 
+class TriedOut(NamedTuple):
+    """What a worker has compiled.
+
+    recipe: to compile it again; None where the backend tells none. warnings: of what it left out.
+    """
+
+    recipe: Recipe | None
+    warnings: tuple[str, ...] = ()
+
+
 class _Reading(NamedTuple):
     """Rules to read, and what follows from them."""
 
@@ -383,19 +436,34 @@ class _Bench:
 
         return Spelling(self._backend.vocabulary)
 
-    def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | None:
+    def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | TriedOut:
         """The job's result."""
+        from guided_spec.grammar.completion.endings import UnreadableGrammarError
         from guided_spec.grammar.completion.rule_endings import read_source
         from guided_spec.grammar.tables.table import proven_table, tabled_part
 
         if isinstance(job, _Reading):
             found = read_source(job.source, self._spelling)
             found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
+            if len(pickle.dumps(found)) > _LONGEST_RULES:
+                raise UnreadableGrammarError("its rules are too long to be handed over")
             return found
-        compiled = self._backend.compile(job.spec)
+        document = SpecDocument(job.spec)
+        check_limits(document, job.limits)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            compiled = as_document_compiler(self._backend).compile_document(document)
         if job.tables is None:
-            return None
+            texts = [str(one.message) for one in caught if one.category is UserWarning]
+            return TriedOut(_recipe_of(job, compiled), tuple(texts))
         return proven_table(tabled_part(compiled), self._spelling, job.tables)
+
+
+def _recipe_of(job: _Job, compiled: CompiledGrammar) -> Recipe | None:
+    recipe = compiled.recipe() if isinstance(compiled, RecipeGrammar) else None
+    if recipe is not None and len(pickle.dumps(recipe)) > _LONGEST_RECIPE:
+        raise _refuse(job, f"of {_LONGEST_RECIPE} bytes, written out")
+    return recipe
 
 
 def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:

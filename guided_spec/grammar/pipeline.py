@@ -8,19 +8,24 @@ import os
 import queue
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 from guided_spec.config import EngineConfig
-from guided_spec.errors import GrammarError, GrammarWorkerError
+from guided_spec.errors import GrammarCompileError, GrammarError, GrammarWorkerError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.rule_endings import ReadRules
+from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.document import (
     DocumentCompiler,
     GrammarLimits,
@@ -28,11 +33,13 @@ from guided_spec.grammar.document import (
     TableLimits,
     as_document_compiler,
     check_limits,
+    check_source,
 )
 from guided_spec.grammar.isolation import RuleReader, Workers
 from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import StepsSpentError, limit_steps
 from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TEXTS, TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
@@ -49,7 +56,7 @@ _LATER = 64  # requests after which a grammar is weighed again, since its use ma
 class _Entry:
     """A spec and its grammar to come.
 
-    document: the spec as it is read; None once that is over.
+    document: the spec as it is read; None once that is over. demand: who waits for the grammar.
     own_bytes: of the spec and the compiled grammar. counted_bytes: with what hangs on the grammar,
     as last counted; 0 before it is compiled and once the entry is forgotten.
     """
@@ -57,11 +64,54 @@ class _Entry:
     spec: GrammarSpec
     future: Future[CompiledGrammar]
     document: SpecDocument | None
+    demand: Demand
     own_bytes: int = 0
     counted_bytes: int = 0
 
 
-_Waiting = queue.SimpleQueue[_Entry | None]
+_WAKE = "wake"  # a thread, to look at what was dropped
+_Waiting = queue.SimpleQueue[_Entry | str | None]
+
+
+class PendingGrammar:
+    """What one request waits for; compiling ends early once all that wait have gone.
+
+    future: of the grammar, shared with others: not to be cancelled, and not to be waited for after
+    ``release``.
+    """
+
+    def __init__(self, future: Future[CompiledGrammar], place: _Place | None) -> None:
+        self.future = future
+        self._place = place
+
+    @classmethod
+    def failed(cls, error: Exception) -> PendingGrammar:
+        """One that will never come."""
+        pending = cls(Future(), None)
+        pending.future.set_exception(error)
+        return pending
+
+    def share(self) -> PendingGrammar:
+        """The same for another request."""
+        return self if self._place is None else self._place.queue.ask(self._place.entry.spec)
+
+    def release(self) -> None:
+        """Wait no more. May be called again, and is made up for when this object is dropped."""
+        place, self._place = self._place, None
+        if place is not None:
+            place.queue._leave(place.entry)
+
+    def __del__(self) -> None:
+        if self._place is not None:  # anywhere, also where locks are held
+            self._place.queue._dropped.append(self._place.entry)
+            self._place.queue._waiting.put(_WAKE)
+
+
+class _Place(NamedTuple):
+    """One of those who wait for an entry of a queue."""
+
+    queue: GrammarCompileQueue
+    entry: _Entry
 
 
 class GrammarCompileQueue(Homebound):
@@ -103,6 +153,7 @@ class GrammarCompileQueue(Homebound):
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._counted_bytes = 0  # the sum over all entries
         self._grow: deque[GrammarSpec] = deque()  # asked for lately: to be counted once more
+        self._dropped: deque[_Entry] = deque()  # of which one who waited is gone
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
@@ -135,6 +186,14 @@ class GrammarCompileQueue(Homebound):
         cancelled. A failure is remembered too. Raises GrammarError once the queue is closed, and
         OtherProcessError in a fork.
         """
+        return _own_failure(self._join(spec).future)
+
+    def ask(self, spec: GrammarSpec) -> PendingGrammar:
+        """As ``submit``, for a request that may end before its grammar is there."""
+        entry = self._join(spec)
+        return PendingGrammar(_own_failure(entry.future), _Place(self, entry))
+
+    def _join(self, spec: GrammarSpec) -> _Entry:
         self.home.require()
         if spec.value_type is not None:  # else it would be kept, and sent to a process
             spec = replace(spec, value_type=None)
@@ -142,8 +201,11 @@ class GrammarCompileQueue(Homebound):
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")
             entry = self._entries.get(spec)
-            if entry is None or entry.future.cancelled():
-                entry = self._entries[spec] = _Entry(spec, Future(), SpecDocument(spec))
+            if entry is None or entry.future.cancelled() or not entry.demand.join():
+                demand = Demand()
+                demand.join()
+                entry = _Entry(spec, Future(), SpecDocument(spec, demand), demand)
+                self._entries[spec] = entry
                 self._waiting.put(entry)
             self._entries.move_to_end(spec)
             self._count(entry)
@@ -153,7 +215,14 @@ class GrammarCompileQueue(Homebound):
                 if older is not None:
                     self._count(older)
             self._forget_old()
-        return _own_failure(entry.future)
+        return entry
+
+    def _leave(self, entry: _Entry) -> None:
+        """One of those who wait for an entry is gone; the last one ends what can be ended."""
+        entry.demand.leave()
+        with self._lock:
+            if not entry.demand.is_wanted and (entry.future.cancel() or entry.demand.is_over):
+                self._forget(entry)
 
     def close(self) -> None:
         """Cancel what has not begun and let the workers end; does not wait for them."""
@@ -198,10 +267,24 @@ class GrammarCompileQueue(Homebound):
 
     def _work(self, waiting: _Waiting) -> None:
         while (entry := waiting.get()) is not None:
+            while self._dropped:
+                with suppress(IndexError):  # another thread was faster
+                    self._leave(self._dropped.popleft())
+            if isinstance(entry, str):
+                continue
             if waiting is self._waiting and _seems_large(entry):
                 self._large.put(entry)
-            elif entry.future.set_running_or_notify_cancel():
+            elif entry.future.running() or entry.future.set_running_or_notify_cancel():
                 self._compile(entry)
+
+    def _put_back(self, entry: _Entry, document: SpecDocument) -> None:
+        """Leave an entry that turned out to be dear to the threads for large ones."""
+        entry.document = document
+        with self._lock:
+            if not self._closed:
+                self._large.put(entry)
+                return
+        entry.future.set_exception(GrammarError("the compile queue is closed; make a new one"))
 
     def _compile(self, entry: _Entry) -> None:
         spec, began = entry.spec, time.perf_counter()
@@ -209,6 +292,9 @@ class GrammarCompileQueue(Homebound):
         try:
             grammar = self._backend.compile_document(document)
             size = _OWN_BYTES + grammar.memory_size_bytes
+        except StepsSpentError:
+            self._put_back(entry, document)
+            return
         except BaseException as error:  # whatever happened belongs to those who wait for it
             _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
             entry.own_bytes = _OWN_BYTES + len(spec.source)
@@ -249,10 +335,11 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
     """Any backend, and what stands around it; safe to use from several threads.
 
     limits: what one grammar may cost; None for any. What can be seen in its source is checked at
-        once. A grammar that is large at sight is first compiled by a worker process under the
-        limits of time and memory, and here only if that succeeded: the same work a second time,
-        since a compiled grammar can cost far more to hand over than to compile (454 MB of text for
-        3 MB of grammar). Without POSIX there is no worker, and only the source is checked.
+        once. A grammar that is large at sight, or whose preparation takes too many steps, is
+        compiled by a worker process under the limits of time and memory. If that succeeds, what the
+        worker wrote for the backend is compiled here once more: a compiled grammar can cost far
+        more to hand over (454 MB of text for 3 MB of grammar). Without POSIX there is no worker:
+        what takes more steps is refused.
     markers: for specs with a ``start``: these are compiled without it, and bind behind the marker.
     endings: prepared where grammars are compiled, not while others wait; of many grammars, from
         what a worker reads of their rules.
@@ -262,7 +349,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         takes the backend's class.
     name: of the registered backend that compiles specs which name none; None where ``make`` builds
         whatever that is. A worker knows registered backends by their import path. One that has
-        none, such as a class in a notebook, compiles here alone: then only the source is checked.
+        none, such as a class in a notebook, compiles here alone: what takes more steps is refused.
     """
 
     def __init__(  # noqa: PLR0913 - the parts around a backend
@@ -304,19 +391,34 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         make = partial(BackendChoice, name)
         return cls(make(vocabulary), limits or GrammarLimits(), make=make)
 
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """As ``compile_document``, and in a worker where it turns out to be dear."""
+        document = SpecDocument(spec)
+        try:
+            return self.compile_document(document)
+        except StepsSpentError:
+            return self.compile_document(document)
+
     def compile_document(self, document: SpecDocument) -> CompiledGrammar:
         """Compile its spec.
 
         Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits, and
-        for a marker that is not known or that the vocabulary cannot write.
+        for a marker that is not known or that the vocabulary cannot write. Raises StepsSpentError,
+        once, for a document that turns out to be dear: the next call compiles it in a worker.
         """
+        try:
+            return self._compile(document)
+        except StepsSpentError:
+            document.is_dear = True
+            raise
+
+    def _compile(self, document: SpecDocument) -> CompiledGrammar:
         start = None if self.markers is None else document.spec.start
         if start is not None:
             document = document.without_start()
         try:
-            self._keep_limits(document)
             marker = None if self.markers is None or start is None else self.markers.find(start)
-            compiled = self._backend.compile_document(document)
+            compiled = self._within_limits(document)
         except GrammarError as error:
             _shorten(error)
             raise
@@ -325,8 +427,15 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
-            self._endings.of(compiled, None if self._reader is None else self._reader.read)
+            self._endings.of(compiled, self._read_rules(document))
         return compiled
+
+    def _read_rules(self, document: SpecDocument) -> Callable[[RuleSource], ReadRules] | None:
+        if self._reader is None:
+            return None
+        steps = (self.limits or GrammarLimits()).steps
+        spent = steps if document.is_dear else document.num_steps
+        return partial(self._reader.read, steps=max(steps - spent, steps // 4))
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
@@ -334,12 +443,36 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
             self._tables.close()
         self._workers.close()
 
-    def _keep_limits(self, document: SpecDocument) -> None:
+    def _within_limits(self, document: SpecDocument) -> CompiledGrammar:
         if self.limits is None:
-            return
-        size = check_limits(document, self.limits)
-        if size.large and self._has_worker(document.spec):
-            self._workers.try_out(replace(document.spec, start=None), self.limits)
+            return self._backend.compile_document(document)
+        check_source(document.spec, self.limits)
+        has_worker = self._has_worker(document.spec)
+        try:
+            with limit_steps(self.limits.steps) as count:
+                if not (has_worker and document.is_large):
+                    check_limits(document, self.limits)
+                    compiled = self._backend.compile_document(document)
+                    document.num_steps = count.spent
+                    return compiled
+        except StepsSpentError as error:
+            if not has_worker:
+                raise _refuse(document.spec, error) from error
+            raise
+        return self._compile_elsewhere(document, self.limits)
+
+    def _compile_elsewhere(self, document: SpecDocument, limits: GrammarLimits) -> CompiledGrammar:
+        """In a worker; then here, of what it has written, or all of it where it tells nothing."""
+        spec = replace(document.spec, start=None)
+        tried = self._workers.try_out(spec, limits, document.demand)
+        compiled = None
+        if tried.recipe is not None:
+            compiled = self._backend.rebuild(document.spec, tried.recipe)
+        if compiled is None:
+            return self._backend.compile_document(document)
+        for text in tried.warnings:
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return compiled
 
     def _has_worker(self, spec: GrammarSpec) -> bool:
         return self._has_worker_of(spec.backend or self._name)
@@ -402,6 +535,13 @@ class RequestGrammars(NamedTuple):
             close_backend=pipeline.close,
         )
         return cls(markers, queue, endings)
+
+
+def _refuse(spec: GrammarSpec, spent: StepsSpentError) -> GrammarCompileError:
+    return GrammarCompileError(
+        f"preparing the {spec.kind} goes beyond the limit steps={spent.most}, and no worker "
+        "process can do it; simplify the grammar: fewer alternatives, less nesting, smaller counts"
+    )
 
 
 def _shorten(error: GrammarError) -> None:

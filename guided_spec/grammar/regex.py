@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.steps import is_limited, spend, spend_on_text
 
 Ranges = tuple[tuple[int, int], ...]
 """Inclusive, ascending, and neither touching nor overlapping."""
@@ -30,17 +33,15 @@ _ASCII: dict[str, Ranges] = {
     "space": ((9, 13), (32, 32)),
     "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
 }
-_UNICODE: dict[str, Callable[[str], bool]] = {
-    "digit": str.isdecimal,
-    "space": str.isspace,
-    "word": lambda char: char.isalnum() or char == "_",
-}
+_UNICODE = {"digit": r"\d", "space": r"\s", "word": r"\w"}
 
 
 def normalize(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Sort, and join what touches."""
     joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
+    ranges = sorted(ranges)
+    spend(1 + len(ranges) // 8)
+    for low, high in ranges:
         if joined and low <= joined[-1][1] + 1:
             joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
         else:
@@ -52,6 +53,7 @@ def complement(ranges: Ranges) -> Ranges:
     """Every code point that is not in ``ranges``."""
     gaps = []
     start = 0
+    spend(1 + len(ranges) // 8)
     for low, high in ranges:
         if start < low:
             gaps.append((start, low - 1))
@@ -71,8 +73,10 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
     """The characters of ``\\d`` ("digit"), ``\\s`` ("space") or ``\\w`` ("word")."""
     if ascii_only:
         return _ASCII[kind]
-    holds = _UNICODE[kind]
-    return normalize((code, code) for code in range(_LAST + 1) if holds(chr(code)))
+    codes = np.arange(_LAST + 1, dtype="<u4")
+    text = codes.tobytes().decode("utf-32-le", "surrogatepass")
+    runs = re.finditer(f"{_UNICODE[kind]}+", text)
+    return tuple((run.start(), run.end() - 1) for run in runs)
 
 
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
@@ -123,6 +127,7 @@ def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
 
 
 def _write(pattern: str, context: Context) -> str:
+    spend(16 + 2 * len(pattern))
     try:
         parsed = RE_PARSER.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
@@ -159,9 +164,12 @@ class _Writer:
         self._check_flags(flags)
         written = []
         nodes = list(items)
+        spend(1 + len(nodes))
+        begun = next((i for i, node in enumerate(nodes) if not _is_at(node, _BEGIN)), len(nodes))
+        ended = next((i for i, node in enumerate(reversed(nodes)) if not _is_at(node, _END)), 0)
         for index, (op, value) in enumerate(nodes):
-            first = edge.first and _are_at(nodes[:index], _BEGIN)
-            last = edge.last and _are_at(nodes[index + 1 :], _END)
+            first = edge.first and index <= begun
+            last = edge.last and index >= len(nodes) - 1 - ended
             written.append(self.item(str(op), value, flags, _Edge(first, last)))
         return "".join(written)
 
@@ -194,6 +202,7 @@ class _Writer:
             return f"(?:{'|'.join(parts)})*" if parts else ""
         once = high == 1
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
+        spend_on_text(body)
         if not body:
             return ""
         if high is not RE_PARSER.MAXREPEAT:
@@ -252,6 +261,7 @@ class _Writer:
         """JSON escapes for characters that cannot stand in a JSON string as they are."""
         options = []
         for low, high in ranges:
+            spend(high - low)
             for code in range(low, high + 1):
                 escape = _JSON_ESCAPES.get(code, f"\\u{code:04x}")
                 options.append("".join(f"\\u{{{ord(char):x}}}" for char in escape))
@@ -297,11 +307,13 @@ def _can_be_empty(op: str, value: Any) -> bool:
 
 
 def _is_nullable(items: Any) -> bool:
+    spend(1)
     return all(_can_be_empty(str(op), value) for op, value in items)
 
 
-def _are_at(nodes: list[Any], anchors: tuple[str, ...]) -> bool:
-    return all(str(op) == "AT" and str(value) in anchors for op, value in nodes)
+def _is_at(node: Any, anchors: tuple[str, ...]) -> bool:
+    op, value = node
+    return str(op) == "AT" and str(value) in anchors
 
 
 def _set_of(op: str, value: Any, flags: int) -> Ranges:
@@ -467,12 +479,80 @@ def format_within(name: str, low: int, high: int | None) -> str | None:
 
 def fits_length(pattern: str, low: int, high: int | None) -> bool:
     """Whether every string that ``pattern`` covers has ``low`` to ``high`` characters."""
+    spend(len(pattern))
     try:
         shortest, longest = RE_PARSER.parse(pattern).getwidth()
     except (re.error, OverflowError, RecursionError):
         return False
     unlimited = longest >= int(RE_PARSER.MAXREPEAT)
     return shortest >= low and (high is None or (longest <= high and not unlimited))
+
+
+_TRIALS_OF_A_STEP = 64  # characters that ``re`` looks at in one step
+
+
+class _Ways(NamedTuple):
+    """In how many ways a pattern can match a text, at most.
+
+    loops: each can end at any character. choices: each goes one of two ways. doubles: whether every
+    character can double their number.
+    """
+
+    loops: int = 0
+    choices: int = 0
+    doubles: bool = False
+
+
+def spend_on_search(pattern: str, text: str) -> None:
+    """Count the steps that ``re.search`` may take, which tries one way to match after another.
+
+    Raises StepsSpentError beyond the limit, and re.error for a pattern that ``re`` refuses.
+    """
+    if not is_limited():
+        return
+    loops, choices, doubles = _ways(pattern)
+    length = len(text) + 1
+    trials = length ** min(1 + loops, 16) * 2 ** min(choices, 64)
+    trials += 2 ** min(length, 64) if doubles else 0
+    spend(1 + trials // _TRIALS_OF_A_STEP)
+
+
+@lru_cache(maxsize=256)
+def _ways(pattern: str) -> _Ways:
+    spend(16 + len(pattern))
+    return _ways_of(RE_PARSER.parse(pattern))
+
+
+def _ways_of(items: Any) -> _Ways:
+    loops, choices, doubles = 0, 0, False
+    for op, value in items:
+        match str(op):
+            case "SUBPATTERN":
+                found = _ways_of(value[3])
+            case "ASSERT" | "ASSERT_NOT":
+                found = _ways_of(value[1])
+            case "ATOMIC_GROUP":
+                found = _ways_of(value)
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                inner = _ways_of(value[2])
+                once = value[1] == 1
+                grows = not once and bool(inner.loops or inner.choices)
+                doubles = doubles or grows
+                found = inner._replace(loops=inner.loops + (not once), choices=inner.choices + once)
+            case "BRANCH":
+                parts = [_ways_of(option) for option in value[1]]
+                found = _Ways(
+                    max(part.loops for part in parts),
+                    1 + max(part.choices for part in parts),
+                    any(part.doubles for part in parts),
+                )
+            case "GROUPREF_EXISTS" | "GROUPREF":
+                found = _Ways(loops=1, doubles=True)
+            case _:
+                continue
+        loops, choices = loops + found.loops, choices + found.choices
+        doubles = doubles or found.doubles
+    return _Ways(loops, choices, doubles)
 
 
 def _with_fewer(pattern: str, most: int) -> str:

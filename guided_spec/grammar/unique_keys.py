@@ -26,6 +26,7 @@ from guided_spec.grammar.protocol import (
     WrappedMatcher,
     legal_row,
 )
+from guided_spec.grammar.recipe import KeyRules, Recipe, RecipeGrammar
 from guided_spec.grammar.schema.keys import free_keys, required_keys
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -70,6 +71,11 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     notes: tuple[Unenforced, ...] = ()
     required: tuple[str, ...] = ()
 
+    def recipe(self) -> Recipe | None:
+        """As the one inside has it, with the rules for its keys."""
+        inner = self.inner.recipe() if isinstance(self.inner, RecipeGrammar) else None
+        return None if inner is None else inner._replace(keys=KeyRules(self.run_out, self.required))
+
     def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
         return UniqueKeysMatcher(self, self.inner.new_matcher())
@@ -89,10 +95,18 @@ def with_unique_keys(
     keys = free_keys(prepared)
     if not keys.are_there:
         return grammar
-    tokens = vocabulary.key_tokens
-    required = required_keys(prepared)
+    return with_key_rules(grammar, KeyRules(keys.run_out, required_keys(prepared)), vocabulary)
+
+
+def with_key_rules(
+    grammar: BackendGrammar, keys: KeyRules | None, vocabulary: Vocabulary
+) -> MaybeUnique[BackendGrammar]:
+    """``grammar`` without the texts that write a key twice; as it is where ``keys`` is None."""
+    if keys is None:
+        return grammar
+    run_out, required = keys
     return UniqueKeysGrammar(
-        grammar, tokens, grammar.backend, keys.run_out, grammar.notes, required
+        grammar, vocabulary.key_tokens, grammar.backend, run_out, grammar.notes, required
     )
 
 

@@ -13,13 +13,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import readable
+from guided_spec.grammar.regex import readable, spend_on_search
 from guided_spec.grammar.schema.lowered import Report, Unenforced, all_parts, escape, unescape
 from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
+from guided_spec.grammar.steps import spend, spend_on_value
 
 _DEEPEST = 16
 _MOST_BRANCHES = 128
 _MOST_LOOKED_AT = 20_000
+_OF_NODE = 4  # steps
 _PREFIX = "#/$defs/"
 
 
@@ -81,6 +83,7 @@ class _Parts:
         if not isinstance(node, dict):
             return [{}]
         self._num_looked_at += 1
+        spend(_OF_NODE)
         if depth > _DEEPEST or self._num_looked_at > _MOST_LOOKED_AT:
             return None
         if node.keys() == {"$ref"}:
@@ -145,6 +148,7 @@ class _Parts:
 
 def _has_keys(value: Any) -> bool:
     """Whether a JSON value holds an object with any key."""
+    spend_on_value(value)
     return any(isinstance(part, dict) and part for part in values_within(value))
 
 
@@ -171,6 +175,7 @@ def _beside_values(node: dict[str, Any]) -> dict[str, Any]:
 def _common_values(one: dict[str, Any], other: dict[str, Any]) -> Any:
     """A schema for the values that both list."""
     texts = {json.dumps(value, sort_keys=True) for value in _values_of(other)}
+    spend_on_value([one, other])
     values = [v for v in _values_of(one) if json.dumps(v, sort_keys=True) in texts]
     rest = merge(_beside_values(one), _beside_values(other))
     if rest is None or rest is False or not values:
@@ -205,6 +210,7 @@ def _one_by_one(node: dict[str, Any]) -> list[Any] | None:
 
 def _matches(pattern: str, text: str) -> bool:
     """Whether a pattern as llguidance gets it, anchored at both ends, matches ``text``."""
+    spend_on_search(pattern, text)
     return re.fullmatch(readable(pattern), text) is not None
 
 
@@ -395,6 +401,7 @@ class _Writer:
 
     def rule(self, node: Any, pointer: str) -> str | None:
         """The name of the rule for the values of ``node``; None where it has none."""
+        spend_on_value(node, _OF_NODE)
         key = json.dumps(node)
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
@@ -491,6 +498,7 @@ class _Writer:
     def _as_schema(self, node: dict[str, Any]) -> str:
         """``node`` as llguidance reads it, with the definitions that it refers to."""
         inside = self.parts.references(node)
+        spend_on_value([node, list(inside.values())])
         if inside.pop("#", None) is not None and node is not self.parts.root:
             raise _KeptError("part of a schema that refers to the whole cannot be joined into one")
         schema: dict[str, Any] = {**node, "x-guidance": self._options}

@@ -24,7 +24,10 @@ from guided_spec.grammar.document import (
     SpecDocument,
 )
 from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.schema.lowered import is_narrowed
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -83,6 +86,12 @@ class AutoBackend(DocumentBackend[_Compiled]):
                 raise
             raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> _Compiled:
+        """Compile once more what one of the two has compiled for ``spec``, here or elsewhere."""
+        if recipe.backend == XGrammarGrammar.backend:
+            return self._first.rebuild(spec, recipe)
+        return self._second.rebuild(spec, recipe)
+
     def _is_for_xgrammar(self, document: SpecDocument) -> bool:
         """Whether xgrammar takes the schema as it is, and soon."""
         size = document.size
@@ -91,6 +100,7 @@ class AutoBackend(DocumentBackend[_Compiled]):
         if size.counted * self.vocabulary.vocab_size > _MOST_COUNTED:
             return False
         prepared = document.examined
+        spend_on_value(prepared.schema)
         # One that is large once it is written out is large too.
         if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
             return False
@@ -127,7 +137,14 @@ class BackendChoice(DocumentCompiler[CompiledGrammar]):
 
         Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
         """
-        name = document.spec.backend or self._name
+        return self._backend_of(document.spec).compile_document(document)
+
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> CompiledGrammar | None:
+        """As the backend of ``spec`` does."""
+        return self._backend_of(spec).rebuild(spec, recipe)
+
+    def _backend_of(self, spec: GrammarSpec) -> DocumentCompiler[CompiledGrammar]:
+        name = spec.backend or self._name
         made = self._made.get(name)
         if made is None or made.entry != GRAMMAR_BACKENDS.get(name, made.entry):
             try:
@@ -137,7 +154,7 @@ class BackendChoice(DocumentCompiler[CompiledGrammar]):
                     raise
                 raise ConfigError("backend", name, error.fix) from error.__cause__
             self._made[name] = made  # two threads may both make one; either will do
-        return made.backend.compile_document(document)
+        return made.backend
 
     def _make(self, argument: str, name: str) -> _Made:
         entry = GRAMMAR_BACKENDS.get(name)

@@ -16,17 +16,26 @@ import xgrammar
 
 from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
 from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
+from guided_spec.grammar.steps import spend, spend_on_text, spend_on_value
 
 _ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
 def schema_ebnf(prepared: Any, *, any_whitespace: bool) -> str:
     """The grammar, with the rule ``root``. Raises RuntimeError where xgrammar does not take it."""
+    spend_on_value(prepared)
+    return json_ebnf(json.dumps(prepared), any_whitespace=any_whitespace)
+
+
+def json_ebnf(source: str, *, any_whitespace: bool) -> str:
+    """As ``schema_ebnf``, of the schema's text."""
     grammar = xgrammar.Grammar.from_json_schema(
-        json.dumps(prepared), any_whitespace=any_whitespace, strict_mode=False
+        source, any_whitespace=any_whitespace, strict_mode=False
     )
+    text = str(grammar)
+    spend_on_text(text)
     # xgrammar 0.2.8 prints "\xe9" before any letter, and reads "\xe9e" as one character.
-    return _ESCAPED.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], str(grammar))
+    return _ESCAPED.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)
 
 
 def regex_ebnf(pattern: str) -> str:
@@ -86,6 +95,7 @@ def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrde
     rules = [f"root ::= {names[plan.top]}"]
     for number, written in enumerate(plan.objects):
         rule = f"{plan.mark}{number}"
+        spend_on_text(text)
         text = text.replace(json.dumps(f'"{rule}"'), rule)
         rules += _object_rules(rule, written, names, _WHITESPACE if any_whitespace else None)
     return AnyOrder("\n".join([text, *rules, ""]), notes)
@@ -104,6 +114,7 @@ class _Plan:
     """
 
     def __init__(self, prepared: dict[str, Any]) -> None:
+        spend_on_value(prepared)
         self.mark, text = "object", json.dumps(prepared)
         while self.mark in text:
             self.mark += "_"
@@ -129,6 +140,7 @@ class _Plan:
         if not isinstance(node, dict):
             return node
         if self._is_free(node, pointer):
+            spend_on_value(node)
             key = json.dumps(node)
             if key not in self._numbers:
                 written = self._object(node, pointer)  # those inside it come first
@@ -183,6 +195,7 @@ def _object_rules(
     more = [f"{pieces[key]} {colon} {pieces[value]}" for key, value in written.others]
     rules = [f"{rule}_{bit} ::= {pair}" for bit, pair in enumerate([*pairs, *more])]
     needed = 2**written.num_required - 1
+    spend(2 ** len(pairs) * len(pairs))
     for keys in range(2 ** len(pairs)):
         options = [
             f"{rule}_{bit} {rule}_behind_{keys | 1 << bit}"

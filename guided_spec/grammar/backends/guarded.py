@@ -31,6 +31,7 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.steps import StepsSpentError
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, num_mask_words
@@ -77,7 +78,7 @@ class GuardedBackend(DocumentCompiler[CompiledGrammar]):
             )
         try:
             return self._compile(spec)
-        except (GuidedSpecError, MemoryError):
+        except (GuidedSpecError, MemoryError, StepsSpentError):
             raise
         except Exception as error:
             reason = f"failed on the {spec.kind}: {type(error).__name__}: {error}"

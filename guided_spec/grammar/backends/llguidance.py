@@ -17,13 +17,11 @@ narrower, or refused:
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -37,225 +35,17 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
+from guided_spec.grammar.backends.llguidance_schema import MOST_ITEMS, prepare_for_llguidance
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
-from guided_spec.grammar.protocol import Matcher, require_first_token
-from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_fullmatch
-from guided_spec.grammar.schema.lowered import (
-    HOLDS_PARTS,
-    Lowered,
-    Unenforced,
-    change_parts,
-    describe,
-    escape,
-    narrowing,
-)
-from guided_spec.grammar.schema.values import keep_valid, merge, values_within
+from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
+from guided_spec.grammar.recipe import Recipe
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
+from guided_spec.grammar.steps import spend_on_value
+from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import full_row
-
-_KEPT = HOLDS_PARTS | frozenset(
-    {"type", "enum", "const", "$ref", "required", "minProperties"}
-    | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
-    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-)
-# Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
-_JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
-_MOST_BRANCHES = 1_024
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_LARGEST = 2**53
-_MAX_DEPTH = 128
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-
-
-def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
-    """A schema as llguidance enforces it; a new value.
-
-    Raises UnsupportedSchemaError where some of it would go unenforced. llguidance itself may refuse
-    more.
-    """
-    for entry in lowered.errors:
-        raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
-    if isinstance(lowered.schema, bool):
-        return {} if lowered.schema else {"enum": []}
-    prepared: dict[str, Any] = _rewrite(lowered.schema, "", 0)
-    if "$defs" in lowered.schema:
-        prepared["$defs"] = {
-            name: _rewrite(part, f"/$defs/{escape(name)}", 1)
-            for name, part in lowered.schema["$defs"].items()
-        }
-    return prepared
-
-
-def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise _refusal(pointer, "", "it is nested too deeply")
-    if not isinstance(schema, dict):
-        return schema
-    _check(schema, pointer)
-    schema = _with_valid_values(_with_few_branches(schema))
-    kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
-    if "patternProperties" in schema:
-        kept["patternProperties"] = {}  # to come, at its place: the order matters to llguidance
-    result = change_parts(
-        kept,
-        lambda part, path: _rewrite(part, f"{pointer}/{path}", depth + 1),
-    )
-    if schema.get("patternProperties"):
-        _rewrite_patterns(schema, result, pointer, depth + 1)
-    if schema.get("minProperties", 0) <= len(schema.get("required", ())):
-        result.pop("minProperties", None)
-    texts = [schema["pattern"]] if "pattern" in schema else []
-    texts += [FORMATS[schema["format"]]] if schema.get("format") in FORMATS else []
-    if len(texts) > 1:  # both
-        result["allOf"] = [*result.get("allOf", []), {"pattern": _search(texts[1])}]
-    if texts:
-        result["pattern"] = _search(texts[0])
-    return result
-
-
-def _with_few_branches(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with neighbours in ``allOf`` that are alternatives joined into one list of them.
-
-    llguidance writes out every combination together with what else is in ``allOf``. Most cannot be:
-    a ``oneOf`` of four keys has 4 of 256. Here these go before there is anything large in them.
-    """
-    joined: list[Any] = []
-    for part in schema.get("allOf", ()):
-        options = _combined(joined[-1], part) if joined else None
-        if options is None:
-            joined.append(part)
-        else:
-            joined[-1] = {"anyOf": options}
-    return {**schema, "allOf": joined} if joined else schema
-
-
-def _combined(one: Any, other: Any) -> list[Any] | None:
-    """The alternatives of both; None where these are no two lists of some that are plain."""
-    if not all(isinstance(part, dict) and part.keys() == {"anyOf"} for part in (one, other)):
-        return None
-    pairs = itertools.product(one["anyOf"], other["anyOf"])
-    if len(one["anyOf"]) * len(other["anyOf"]) > _MOST_BRANCHES:
-        return None
-    merged = [merge(left, right) for left, right in pairs]
-    if None in merged:
-        return None
-    found = [option for option in merged if option is not False and not _lacks_a_key(option)]
-    return found if len(found) <= max(len(one["anyOf"]), len(other["anyOf"])) else None
-
-
-def _lacks_a_key(schema: Any) -> bool:
-    """Whether it is of objects alone, with a key that must be there and cannot."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        return False
-    properties = schema.get("properties", {})
-    return any(properties.get(name) is False for name in schema.get("required", ()))
-
-
-def _with_valid_values(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with an ``enum`` of lists and objects judged here: there each takes its time."""
-    rest = {keyword: value for keyword, value in schema.items() if keyword != "enum"}
-    values = schema.get("enum", ())
-    if not rest.keys() <= _JUDGED or not any(isinstance(value, list | dict) for value in values):
-        return schema
-    kept = keep_valid(values, rest)
-    return schema if kept is None else {"enum": kept}
-
-
-class _Key(NamedTuple):
-    """A pattern of keys. exact: whether what it does not match, ``re`` does not match either."""
-
-    pattern: str
-    exact: bool
-    before_newline: bool
-
-
-def _rewrite_patterns(
-    schema: dict[str, Any], result: dict[str, Any], pointer: str, depth: int
-) -> None:
-    keys = {pattern: _key(pattern) for pattern in schema["patternProperties"]}
-    names = [*schema.get("properties", ()), *schema.get("required", ())]
-    is_open = schema.get("additionalProperties", True) is not False
-    exact = all(key.exact for key in keys.values())
-    if not exact and (len(keys) > 1 or not all(map(str.isascii, names))):
-        reason = "a class such as \\w is ASCII here, beside other keys; write it out, as in [a-z]"
-        raise _refusal(pointer, "patternProperties", reason)
-    path = f"{pointer}/patternProperties"
-    written = {
-        keys[pattern].pattern: _rewrite(part, f"{path}/{pattern}", depth)
-        for pattern, part in schema["patternProperties"].items()
-    }
-    if is_open and exact:
-        for pattern, key in keys.items():
-            if key.before_newline:  # Python's $ matches there too
-                written[_search(f"{pattern[:-1]}\n\\Z")] = False
-    elif is_open:
-        result["additionalProperties"] = False
-    result["patternProperties"] = written
-
-
-def _key(pattern: str) -> _Key:
-    parsed = RE_PARSER.parse(pattern)
-    ends = len(parsed) > 0 and str(parsed[-1][1]) == "AT_END"
-    return _Key(_search(pattern), not _categories(parsed), ends)
-
-
-def _categories(items: Any) -> bool:
-    """Whether a class such as ``\\w`` stands in the pattern, save where it is negated."""
-    for op, value in items:
-        name = str(op)
-        if name == "IN":
-            negated = str(value[0][0]) == "NEGATE"
-            kinds = [str(member) for kind, member in value if str(kind) == "CATEGORY"]
-            if any(("_NOT_" in kind) == negated for kind in kinds):
-                return True
-        elif name == "SUBPATTERN":
-            if _categories(value[3]):
-                return True
-        elif name in ("MAX_REPEAT", "MIN_REPEAT"):
-            if _categories(value[2]):
-                return True
-        elif name == "BRANCH" and any(map(_categories, value[1])):
-            return True
-    return False
-
-
-def _check(schema: dict[str, Any], pointer: str) -> None:
-    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
-        raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
-    _check_numbers(schema, pointer)
-
-
-def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
-    values = [schema[name] for name in _NUMBERS if name in schema]
-    values += [schema.get("const"), schema.get("enum")]
-    if any(isinstance(v, int | float) and abs(v) > _LARGEST for v in values_within(values)):
-        raise _refusal(pointer, "", "a number beyond 2**53 is rounded; write it as a string")
-    if any(isinstance(v, str) and _CONTROL.search(v) for v in values_within(values[-2:])):
-        raise _refusal(pointer, "enum", "a control character in a string; leave the value out")
-    divisor = Fraction(str(schema.get("multipleOf", 1))).denominator
-    if divisor & (divisor - 1):
-        reason = "a step that no float holds exactly; count in whole steps"
-        raise _refusal(pointer, "multipleOf", reason)
-
-
-@lru_cache(maxsize=1024)
-def _search(pattern: str) -> str:
-    """A pattern for the whole string such that ``re.search(pattern, string)`` succeeds."""
-    anything = "(?s:.*)"
-    for before, after in ((anything, anything), ("", anything), (anything, ""), ("", "")):
-        try:
-            return f"^(?:{to_fullmatch(f'{before}(?:{pattern}){after}')})$"
-        except GrammarCompileError as error:
-            reason = str(error)
-    raise UnsupportedSchemaError(f"the JSON schema cannot be enforced in full: {reason}")
-
-
-def _refusal(pointer: str, keyword: str, reason: str) -> UnsupportedSchemaError:
-    where = f"{pointer or '/'}: {keyword}: " if keyword else f"{pointer or '/'}: "
-    return UnsupportedSchemaError(f"llguidance cannot enforce the JSON schema: {where}{reason}")
-
+from guided_spec.ops.mask_words import full_row, ids_of
 
 # Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -270,6 +60,9 @@ _FIXED = {
 _FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
+_ROWS_OF_A_TOKEN = 32
+_TRIED_TOKENS = 4
+_FAR = 64  # bytes
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
@@ -306,6 +99,21 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
             return grammar
         return with_unique_keys(grammar, prepared, self.vocabulary)
 
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
+        """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
+        texts: LLGuidanceTexts = recipe.source
+        grammar = self._grammar(texts.main, texts.style, texts.pattern)
+        _require_compiled(spec, grammar)
+        grammar = replace(grammar, notes=texts.notes)
+        return with_key_rules(grammar, recipe.keys, self.vocabulary)
+
+    def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
+        source = LLGuidanceSource(
+            self._library, self._tokenizer, main, self.vocabulary, _LexerRoom()
+        )
+        styled = None if style is None else source._replace(text=style)
+        return LLGuidanceGrammar(source, styled, self.vocabulary.without_bytes, pattern=pattern)
+
     def _in_any_order(
         self, spec: GrammarSpec, prepared: dict[str, Any], in_order: LLGuidanceGrammar
     ) -> LLGuidanceGrammar:
@@ -334,15 +142,9 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
         is_free = spec.any_whitespace
         style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
-        source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
-        grammar = LLGuidanceGrammar(
-            source,
-            None if style is None else source._replace(text=style),
-            self.vocabulary.without_bytes,
-            pattern=_pattern_of(document),
-        )
+        grammar = self._grammar(main, style, _pattern_of(document))
         try:
-            _require_compiled(spec, source, grammar)
+            _require_compiled(spec, grammar)
         except UnsatisfiableGrammarError as error:
             lost = narrowing(document.lowered.entries) if spec.kind == "json_schema" else []
             if lost:  # there may be values, but none that is left
@@ -371,22 +173,40 @@ class _Tokens(NamedTuple):
         raise NotImplementedError
 
 
+@dataclass(eq=False)
+class _LexerRoom:
+    """How the lexer that the matchers of one grammar share gets on.
+
+    is_full: whether it has no room left; a new one has. is_suspect: whether it may have none, since
+    bytes far ahead were looked at. looks_ahead: whether forced bytes are asked for: they may fill
+    it up at once.
+    """
+
+    is_full: bool = False
+    is_suspect: bool = False
+    looks_ahead: bool = True
+
+
 class LLGuidanceSource(NamedTuple):
     """Everything that a matcher is made from.
 
     library: the module llguidance. tokenizer: its ``LLTokenizer`` of the vocabulary.
-    text: a grammar in its Lark dialect.
+    text: a grammar in its Lark dialect. lexer: what is known of the one that matchers share.
     """
 
     library: Any
     tokenizer: Any
     text: str
     vocabulary: Vocabulary
+    lexer: _LexerRoom
 
     def new(self) -> Any:
         """llguidance's own matcher, at the start; in its error state if the text is broken."""
         grammar = self.library.LLMatcher.grammar_from_lark(self.text)
-        return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+        limits = self.library.LLParserLimits(
+            max_items_in_row=MOST_ITEMS, step_max_items=_ROWS_OF_A_TOKEN * MOST_ITEMS
+        )
+        return self.library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
 
 
 class LLGuidanceMatcher(Matcher):
@@ -413,10 +233,7 @@ class LLGuidanceMatcher(Matcher):
             self._has_ended = bool(self._matcher.is_accepting())
             if not self._has_ended:
                 return False
-        elif not vocabulary.token_bytes[token_id] or self._matcher.validate_tokens([token_id]) != 1:
-            return False
-        elif not self._matcher.consume_token(token_id):
-            self._replay()
+        elif not vocabulary.token_bytes[token_id] or not self._consume(token_id):
             return False
         self._token_ids.append(token_id)
         return True
@@ -428,7 +245,10 @@ class LLGuidanceMatcher(Matcher):
 
     def forced_bytes(self) -> bytes:
         """What must come next in every text, as far as that is known; does not move."""
-        forced: bytes = b"" if self._has_ended else self._matcher.compute_ff_bytes()
+        if self._has_ended or not self._source.lexer.looks_ahead:
+            return b""
+        forced: bytes = self._matcher.compute_ff_bytes()
+        self._source.lexer.is_suspect |= len(forced) >= _FAR
         return forced
 
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
@@ -476,9 +296,37 @@ class LLGuidanceMatcher(Matcher):
     def _fill(self, row: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
+    def _consume(self, token_id: int) -> bool:
+        lexer = self._source.lexer
+        is_legal = self._matcher.validate_tokens([token_id]) == 1
+        if is_legal and self._matcher.consume_token(token_id):
+            return True
+        if not is_legal and not lexer.is_suspect:
+            return False
+        lexer.is_suspect = False
+        self._replay()  # with a new lexer
+        if self._matcher.validate_tokens([token_id]) == 1:
+            if self._matcher.consume_token(token_id):
+                lexer.is_full, lexer.looks_ahead = True, False
+                return True
+            self._replay()
+        return False
+
     def _replay(self) -> None:
         self._matcher = self._source.new()
         self._matcher.consume_tokens(self._token_ids)
+
+
+class LLGuidanceTexts(NamedTuple):
+    """What a grammar is compiled from: its own text and that of its style, in the Lark dialect.
+
+    notes, pattern: see ``LLGuidanceGrammar``.
+    """
+
+    main: str
+    style: str | None
+    notes: tuple[Unenforced, ...]
+    pattern: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -497,8 +345,17 @@ class LLGuidanceGrammar:
     backend: ClassVar[str] = "llguidance"
     memory_size_bytes: ClassVar[int] = 0  # beyond its source; llguidance does not say
 
+    def recipe(self) -> Recipe:
+        """What ``LLGuidanceBackend.rebuild`` takes."""
+        style = None if self.style is None else self.style.text
+        texts = LLGuidanceTexts(self.source.text, style, self.notes, self.pattern)
+        return Recipe(self.backend, texts)
+
     def new_matcher(self) -> LLGuidanceMatcher:
         """A matcher at the start of the grammar."""
+        if self.source.lexer.is_full:
+            self.source.lexer.is_full = False
+            self.__dict__.pop("_compiled", None)
         return LLGuidanceMatcher(self.source, self._compiled.deep_copy())
 
     def new_style_matcher(self) -> LLGuidanceMatcher | None:
@@ -511,9 +368,7 @@ class LLGuidanceGrammar:
         return self.source.new()
 
 
-def _require_compiled(
-    spec: GrammarSpec, source: LLGuidanceSource, grammar: LLGuidanceGrammar
-) -> None:
+def _require_compiled(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
     message = grammar._compiled.get_error()
     if message:
         reason = _reason(message)
@@ -522,7 +377,24 @@ def _require_compiled(
         if spec.kind == "json_schema":
             raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
         raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
-    require_first_token(grammar, source.vocabulary.vocab_size, spec.kind)
+    require_first_token(grammar, grammar.source.vocabulary.vocab_size, spec.kind)
+    _require_room(spec, grammar)
+
+
+def _require_room(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
+    """Raise where llguidance hits one of its limits within some tokens of a text."""
+    vocabulary = grammar.source.vocabulary
+    matcher = grammar.new_matcher()
+    for _ in range(_TRIED_TOKENS):
+        token_ids = ids_of(legal_row(matcher, vocabulary.vocab_size))
+        token_id = next((int(i) for i in token_ids if i not in vocabulary.stop_token_ids), None)
+        if token_id is None:
+            return
+        if not matcher.accept_token(token_id):
+            reason = "llguidance hits a limit of its own within a few tokens; ask for less"
+            if spec.kind == "json_schema":
+                raise UnsupportedSchemaError(f"the JSON schema is too complex: {reason}")
+            raise GrammarCompileError(f"the {spec.kind} is too complex: {reason}")
 
 
 def _reason(message: str) -> str:
@@ -539,6 +411,7 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
     match spec.kind:
         case "json_schema" | "json_object":
             options = _FLEXIBLE if any_whitespace else _FIXED
+            spend_on_value(prepared)
             text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
         case "regex" | "choice":
             pattern = _pattern_of(document)

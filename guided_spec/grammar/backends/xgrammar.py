@@ -22,12 +22,14 @@ from guided_spec.grammar.protocol import (
     Source,
     require_first_token,
 )
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
-from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.spec import GrammarKind, GrammarSpec
+from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
-from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
+from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
@@ -44,6 +46,28 @@ class _Compilers(NamedTuple):
 
     cached: Any
     uncached: Any
+
+
+class XGrammarText(NamedTuple):
+    """One text that xgrammar compiles, with the options for its kind."""
+
+    kind: GrammarKind
+    text: str
+    any_whitespace: bool = False
+    root: str = "root"
+
+
+class XGrammarSource(NamedTuple):
+    """Everything that a grammar is compiled from.
+
+    style: see ``CompiledGrammar.new_style_matcher``. notes: see ``XGrammarGrammar``. named: tokens
+    without bytes that a tag names.
+    """
+
+    main: XGrammarText
+    style: XGrammarText | None = None
+    notes: tuple[Unenforced, ...] = ()
+    named: frozenset[int] = frozenset()
 
 
 class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
@@ -94,10 +118,10 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         return self._compile_in_order(document)
 
     def _compile_in_order(self, document: SpecDocument) -> XGrammarGrammar:
-        spec, source = document.spec, _source_of(document)
-        compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
-        style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
-        return self._grammar(compiled, style)
+        spec = document.spec
+        main = XGrammarText(spec.kind, _source_of(document), spec.any_whitespace, spec.root)
+        style = main._replace(any_whitespace=False) if spec.any_whitespace else None
+        return self._build(XGrammarSource(main, style))
 
     def _compile_in_any_order(self, document: SpecDocument) -> XGrammarGrammar:
         """As grammars of its own where any object's keys can be freed."""
@@ -107,26 +131,28 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         texts = [part.text for part in free if part.text is not None]
         if len(texts) < len(free):
             return replace(self._compile_in_order(document), notes=free[0].notes)
-        compiled = [
-            self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
-        ]
-        style = compiled[1] if spec.any_whitespace else None
-        return self._grammar(compiled[0], style, free[0].notes)
+        main, *styles = [XGrammarText("ebnf", text) for text in texts]
+        return self._build(XGrammarSource(main, styles[0] if styles else None, free[0].notes))
 
     def _compile_tag(self, document: SpecDocument) -> XGrammarGrammar:
-        spec, prepared = document.spec, prepare_tag(document.value)
-        with _reported(spec):
+        kind, prepared = document.spec.kind, prepare_tag(document.value)
+        with _reported(kind):
             prepared = bound_whitespace(prepared)
         tag, named = with_tokens(prepared, self.vocabulary)
-        compilers = self._tag_compiler(named) if named else None
-        compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
-        return replace(self._grammar(compiled, None), excluded=self._without_bytes - named)
+        spend_on_value(tag)
+        return self._build(XGrammarSource(XGrammarText(kind, json.dumps(tag)), named=named))
 
-    def _grammar(
-        self, compiled: Any, style: Any | None, notes: tuple[Unenforced, ...] = ()
-    ) -> XGrammarGrammar:
-        stops = self.vocabulary.stop_token_ids
-        return XGrammarGrammar(compiled, style, self._without_bytes, notes, stops)
+    def _build(self, source: XGrammarSource) -> XGrammarGrammar:
+        compilers = self._tag_compiler(source.named) if source.named else self._compilers
+        compiled = _compile(compilers, source.main)
+        style = None if source.style is None else _compile(compilers, source.style)
+        excluded, stops = self._without_bytes - source.named, self.vocabulary.stop_token_ids
+        return XGrammarGrammar(compiled, style, excluded, source.notes, stops, source)
+
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[XGrammarGrammar]:
+        """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
+        del spec
+        return with_key_rules(self._build(recipe.source), recipe.keys, self.vocabulary)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
         """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
@@ -140,24 +166,6 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         uncached = self._new_compilers(data).uncached
         return _Compilers(uncached, uncached)
 
-    def _compile(
-        self,
-        spec: GrammarSpec,
-        source: str,
-        *,
-        any_whitespace: bool,
-        compilers: _Compilers | None = None,
-    ) -> Any:
-        cached, uncached = compilers or self._compilers
-        with _reported(spec):
-            try:
-                return _run(cached, spec, source, any_whitespace=any_whitespace)
-            except RuntimeError as error:
-                if CACHE_BUG not in str(error):
-                    raise
-                # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
-                return _run(uncached, spec, source, any_whitespace=any_whitespace)
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class XGrammarGrammar:
@@ -165,6 +173,7 @@ class XGrammarGrammar:
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
     stops: the tokens that end a text; empty for those that it was compiled with.
+    source: what it was compiled from; None where somebody else has compiled it.
     """
 
     compiled: Any
@@ -172,13 +181,19 @@ class XGrammarGrammar:
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
     stops: tuple[int, ...] = ()
+    source: XGrammarSource | None = None
     backend: ClassVar[str] = "xgrammar"
 
     @property
     def memory_size_bytes(self) -> int:
         """As xgrammar counts it, the style's included."""
         parts = (self.compiled, self.style)
-        return sum(part.memory_size_bytes for part in parts if part is not None)
+        own: int = sum(part.memory_size_bytes for part in parts if part is not None)
+        return own + (0 if self.source is None else len(self.source.main.text))
+
+    def recipe(self) -> Recipe | None:
+        """What ``XGrammarBackend.rebuild`` takes; None where it was compiled by somebody else."""
+        return None if self.source is None else Recipe(self.backend, self.source)
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
@@ -274,20 +289,32 @@ def _behind_prefixed(texts: Sequence[str]) -> list[int]:
 
 
 @contextmanager
-def _reported(spec: GrammarSpec) -> Iterator[None]:
+def _reported(kind: GrammarKind) -> Iterator[None]:
     """What xgrammar raises, as GrammarCompileError."""
     try:
         yield
     except (RuntimeError, ValueError, RecursionError) as error:
         reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
-        raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
+        raise GrammarCompileError(f"the {kind} does not compile: {reason}") from error
 
 
-def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool) -> Any:
-    match spec.kind:
+def _compile(compilers: _Compilers, text: XGrammarText) -> Any:
+    with _reported(text.kind):
+        try:
+            return _run(compilers.cached, text)
+        except RuntimeError as error:
+            if CACHE_BUG not in str(error):
+                raise
+            # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
+            return _run(compilers.uncached, text)
+
+
+def _run(compiler: Any, text: XGrammarText) -> Any:
+    source = text.text
+    match text.kind:
         case "json_schema" | "json_object":
             return compiler.compile_json_schema(
-                source, any_whitespace=any_whitespace, strict_mode=False
+                source, any_whitespace=text.any_whitespace, strict_mode=False
             )
         case "regex":
             return compiler.compile_grammar(regex_ebnf(source))
@@ -295,9 +322,9 @@ def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool)
             return compiler.compile_regex(source)
         case "ebnf":
             # A rule above the root: the mask is too strict for a root that refers to itself.
-            above = f"{spec.root}_above"
-            text = f"{source}\n{above} ::= {spec.root}\n"
-            return compiler.compile_grammar(text, root_rule_name=above)
+            above = f"{text.root}_above"
+            whole = f"{source}\n{above} ::= {text.root}\n"
+            return compiler.compile_grammar(whole, root_rule_name=above)
         case "lark":
             return compiler.compile_lark(source)
         case "structural_tag":
@@ -308,7 +335,9 @@ def _source_of(document: SpecDocument) -> str:
     """The source to hand to xgrammar."""
     match document.spec.kind:
         case "json_schema" | "json_object":
-            return json.dumps(require_enforced(document.examined))
+            prepared = require_enforced(document.examined)
+            spend_on_value(prepared)
+            return json.dumps(prepared)
         case "regex":
             return to_fullmatch(document.spec.source)
         case "choice":

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.protocol import Matcher
+from guided_spec.grammar.steps import spend
 
 NEVER = int(np.iinfo(np.int32).max)
 """The cost of what cannot be."""
@@ -135,6 +136,7 @@ def _split(low: bytes, high: bytes) -> list[list[tuple[int, int]]]:
 
 
 _MOST_STATES = 200_000
+_OF_STATE = 12  # steps, those of finding its shortest text included
 
 
 class UnreadableGrammarError(Exception):
@@ -172,6 +174,7 @@ class Rules:
         """Add a state; returns its number."""
         if len(self.ends) >= _MOST_STATES:
             raise UnreadableGrammarError("too many states")
+        spend(_OF_STATE)
         self.chars.append([])
         self.calls.append([])
         self.skips.append([])

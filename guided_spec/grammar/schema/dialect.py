@@ -18,6 +18,11 @@ from referencing.jsonschema import (
     DRAFT202012,
 )
 
+from guided_spec.grammar.steps import spend, spend_on_value
+
+# Steps of reading one schema, of indexing a node of the document, and of one reference.
+_OF_SPELLING, _OF_INDEXING, _OF_LOOK_UP = 8, 8, 16
+
 _DRAFTS: dict[Any, int] = {
     jsonschema.Draft3Validator: 3,
     jsonschema.Draft4Validator: 4,
@@ -53,6 +58,7 @@ def spell(node: dict[str, Any], draft: int, *, strict: bool = False) -> dict[str
     Keywords that ``draft`` does not know are kept, for their author meant them; ``strict`` leaves
     them out, which is what the specification says.
     """
+    spend(_OF_SPELLING + len(node))
     if draft <= 7 and "$ref" in node:
         return {"$ref": node["$ref"]}
     words = dict(node)
@@ -104,6 +110,7 @@ class Document:
     """
 
     def __init__(self, root: Any) -> None:
+        spend_on_value(root, _OF_INDEXING)
         self.root = root
         self.draft = draft_of(root)
         self.has_parts = False
@@ -119,6 +126,7 @@ class Document:
         if self.has_parts and id(node) not in self._resolvers:
             return None  # a schema put together here: nothing says what it is relative to
         reference = node[keyword]
+        spend(_OF_LOOK_UP)
         try:
             found = self._resolvers.get(id(node), self._resolver).lookup(reference).contents
         except (Unresolvable, TypeError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, readable, to_fullmatch
 from guided_spec.grammar.schema.lowered import all_parts
+from guided_spec.grammar.steps import spend
 
 _MOST_NODES = 64  # xgrammar 0.2.8 compiles each in some 30 ms, with a vocabulary of 150,000 tokens
 
@@ -33,11 +34,14 @@ def other_keys(names: Iterable[str]) -> str:
 
 def _beginnings(names: Iterable[str], length: int) -> set[str]:
     """Those of up to ``length`` letters, but for whole names; the empty one is always there."""
+    names = list(names)
+    spend(1 + len(names) * length // 4)
     return {"", *(name[:end] for name in names for end in range(min(len(name), length + 1)))}
 
 
 def _leaving(node: str, nodes: set[str]) -> str:
     """``node`` and one letter more, by which it is no node."""
+    spend(1 + len(nodes) // 8)
     following = sorted(other[-1] for other in nodes if other and other[:-1] == node)
     return re.escape(node) + (f"[^{''.join(map(re.escape, following))}]" if following else ".")
 
@@ -66,6 +70,7 @@ def has_finite_value(schema: Any, definitions: dict[str, Any]) -> bool:
 
 
 def _ends(schema: Any, finite: set[str]) -> bool:
+    spend(1)
     if not isinstance(schema, dict):
         return schema is not False
     if "$ref" in schema:
@@ -96,17 +101,18 @@ def free_keys(schema: Any) -> FreeKeys:
     Where it is not plain to see, the answer is yes.
     """
     definitions = _definitions(schema)
-    nodes = [node for node in _every_part(schema) if _takes_free_keys(node)]
+    nodes = [node for node in every_part(schema) if _takes_free_keys(node)]
     return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
 
 
 def required_keys(schema: Any) -> tuple[str, ...]:
     """The keys that some object of such a schema must have, each once."""
-    parts = (part for part in _every_part(schema) if isinstance(part, dict))
+    parts = (part for part in every_part(schema) if isinstance(part, dict))
     return tuple(dict.fromkeys(key for part in parts for key in part.get("required", ())))
 
 
-def _every_part(schema: Any) -> Iterator[Any]:
+def every_part(schema: Any) -> Iterator[Any]:
+    """A schema with ``$defs``, and all below it."""
     return chain.from_iterable(map(all_parts, [schema, *_definitions(schema).values()]))
 
 
@@ -145,6 +151,7 @@ def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
 
 def _parse(pattern: str) -> Any:
     """A pattern that covers the whole key, as ``to_fullmatch`` writes it, anchored or not."""
+    spend(len(pattern))
     return _flat(RE_PARSER.parse(readable(pattern)))
 
 

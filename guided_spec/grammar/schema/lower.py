@@ -18,6 +18,7 @@ from guided_spec.grammar.schema.dialect import spell
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
+from guided_spec.grammar.steps import spend
 
 _CAUSES = frozenset(
     {"not", "if", "oneOf", "dependentRequired", "dependentSchemas", "dependencies", "contains"}
@@ -146,6 +147,7 @@ def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> 
         lowering.report.note(at.pointer, "contains", reason, "say with prefixItems where it stands")
     counts = [low] if high == math.inf else sorted({low, int(min(high, low + _PLACES))})
     options: list[Any] = [{"type": sorted(at.types - {"array"})}] if at.types - {"array"} else []
+    spend(_PLACES * sum(counts))
     for count, before in itertools.product(counts, range(_PLACES)):
         first = [True if high == math.inf else other] * before + [wanted] * count
         option: dict[str, Any] = {"type": "array", "minItems": len(first)}
@@ -238,6 +240,7 @@ def _at_least(
         return [_none_of("object", at)]
     if not 0 < math.comb(len(optional), more) <= _MOST_SUBSETS:
         return _too_many(lowering, "minProperties", at)
+    spend(math.comb(len(optional), more) * more)
     if not closed:
         reason = "the keys that are counted are those listed"
         lowering.report.note(at.pointer, "minProperties", reason, "list them under required")
@@ -262,6 +265,7 @@ def _at_most(
     if most < len(optional):
         if math.comb(len(optional), most) > _MOST_SUBSETS:
             return _too_many(lowering, "maxProperties", at)
+        spend(math.comb(len(optional), most) * len(optional))
         options = [
             {"properties": {name: False for name in optional if name not in kept}}
             for kept in itertools.combinations(optional, most)
@@ -311,6 +315,7 @@ def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
     if words.keys() & {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}:
         return None
     values = [words["const"]] if "const" in words else words.get("enum")
+    spend(len(values or ()))
     if values is None and words.get("type") == "boolean":
         values = [False, True]
     if values is None or any(isinstance(value, dict | list | float) for value in values):
@@ -355,6 +360,7 @@ def _evaluated(lowering: Lowering, node: Any) -> _Keys | None:
     for depth, words in _holding(lowering, node):
         if "additionalProperties" in words or (depth and "unevaluatedProperties" in words):
             return None
+        spend(len(names) + len(words.get("properties", ())))
         names |= dict.fromkeys(words.get("properties", ()))
         patterns |= dict.fromkeys(words.get("patternProperties", ()))
     return _Keys([*names], [*patterns])
@@ -450,6 +456,7 @@ def needs_lowering(schema: Any) -> bool:
     stack = [schema]
     while stack:
         node = stack.pop()
+        spend(1)
         if isinstance(node, list):
             stack.extend(node)
         elif isinstance(node, dict):

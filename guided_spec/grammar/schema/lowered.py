@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
+from guided_spec.grammar.steps import spend
+
 _SHOWN = 5
+# Steps of copying one schema, and of what it declares.
+_OF_COPY, _OF_DECLARING = 3, 8
 
 
 class Unenforced(NamedTuple):
@@ -53,6 +57,7 @@ class Report:
         self._add(Unenforced(pointer, keyword, reason, fix, "note"))
 
     def _add(self, entry: Unenforced) -> None:
+        spend(1 + len(self.entries) // 16)
         if entry not in self.entries:
             self.entries.append(entry)
 
@@ -119,6 +124,7 @@ def all_parts(schema: Any) -> Iterator[Any]:
     stack = [schema]
     while stack:
         node = stack.pop()
+        spend(1)
         yield node
         if isinstance(node, dict):
             stack += parts_of(node)
@@ -130,6 +136,7 @@ def change_parts(node: dict[str, Any], change: Callable[[Any, str], Any]) -> dic
     path: the way from ``node`` to the part, the tail of a JSON pointer.
     """
     changed = dict(node)
+    spend(_OF_COPY + len(node))
     for keyword in node:
         if keyword in _ONE:
             changed[keyword] = change(node[keyword], keyword)
@@ -187,6 +194,7 @@ class _Declared(NamedTuple):
 
     def also(self, other: _Declared) -> _Declared:
         """What both declare together."""
+        spend(_OF_DECLARING + len(self.names) + len(other.names))
         names = {n: self.names.get(n, 0) + other.names.get(n, 0) for n in self.names | other.names}
         return _Declared(
             names,
@@ -323,6 +331,7 @@ class _Closing:
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return _NOTHING
         listed = node.get("properties", {})
+        spend(_OF_DECLARING + len(listed))
         found = _Declared(
             {n: int(not _is_scalar(part)) for n, part in listed.items() if part is not False},
             tuple(node.get("patternProperties", ())),
@@ -342,6 +351,7 @@ class _Closing:
     def _branches(self, node: Any, depth: int = 0) -> Iterator[Any]:
         """Of every ``anyOf`` that holds wherever ``node`` does; the node's own come first."""
         if isinstance(node, dict) and depth <= _MAX_DEPTH:
+            spend(_OF_COPY + len(node.get("anyOf", ())))
             yield from node.get("anyOf", ())
             for part in self._parts(node):
                 yield from self._branches(part, depth + 1)

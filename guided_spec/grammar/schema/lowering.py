@@ -19,8 +19,10 @@ from guided_spec.grammar.schema.values import (
     other_characters,
     others,
 )
+from guided_spec.grammar.steps import spend, spend_on_value
 
 _MAX_DEPTH = 64
+_OF_SCHEMA = 12  # steps of one schema, besides those of its keywords
 _LARGEST = 1_000_000  # characters
 _PLAIN = frozenset(
     {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
@@ -100,6 +102,7 @@ class Lowering:
     def run(self) -> Lowered:
         """The root's result."""
         schema = self.positive(self.document.root, At())
+        spend_on_value([schema, self._definitions])
         if len(json.dumps([schema, self._definitions])) > _LARGEST:
             reason = "written out, what excludes what is far too long"
             self.report.error("", "oneOf", reason, "give each branch a const property of its own")
@@ -194,6 +197,7 @@ class Lowering:
     def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
         kept = {name: words[name] for name in words if name in _PLAIN}
         kept |= {name: words[name] for name in _STRUCTURE if name in words}
+        spend(_OF_SCHEMA)
         plain = change_parts(
             kept,
             lambda part, path: self.positive(part, At(f"{at.pointer}/{path}", depth=at.depth + 1)),
@@ -239,6 +243,7 @@ def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
     if at.depth > _MAX_NEGATED:
         return Disjuncts([], exact=False)
     words = spell(node, lowering.document.draft, strict=True)
+    spend(_OF_SCHEMA)
     found: list[Any] = []
     exact = True
     for keyword in words:

@@ -19,9 +19,17 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.schema.keys import every_part
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, describe, narrowing
+from guided_spec.grammar.schema.lowered import (
+    AdditionalProperties,
+    Lowered,
+    Unenforced,
+    describe,
+    narrowing,
+)
 from guided_spec.grammar.schema.rewrite import normalize
+from guided_spec.grammar.steps import spend, spend_on_value
 
 DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
     f"http://json-schema.org/draft-0{draft}/schema{end}": draft
@@ -32,6 +40,10 @@ TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "in
 LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$:-]*)*")
 PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
+_TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
+_MOST_OPTIONAL = 500  # llguidance ends there; the largest of 541 schemas from the wild has 131
+_OF_VALIDATING = 150  # steps of one node
+_ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 
 
 def check_schema(schema: Any) -> None:
@@ -40,6 +52,7 @@ def check_schema(schema: Any) -> None:
     Its ``$schema`` names that, draft 2020-12 by default.
     """
     if not is_plainly_valid(schema):
+        spend_on_value(schema, _OF_VALIDATING)
         draft = jsonschema.Draft202012Validator
         validator = jsonschema.validators.validator_for(schema, default=draft)
         validator.check_schema(schema)
@@ -59,6 +72,7 @@ def _is_schema(draft: int, schema: Any, depth: int) -> bool:
         return draft > 4
     if not isinstance(schema, dict) or depth == 0:
         return False
+    spend(2 + len(schema))
     if draft == 4 and any(
         f"exclusive{m}imum" in schema and f"{m.lower()}imum" not in schema for m in ("Min", "Max")
     ):
@@ -69,6 +83,10 @@ def _is_schema(draft: int, schema: Any, depth: int) -> bool:
         if check is not None and not check(value, depth - 1):
             return False
     return True
+
+
+Check = Callable[[Any, int], bool]
+"""Whether a keyword's value is right; takes the depth that is left, too."""
 
 
 @cache
@@ -104,6 +122,21 @@ def _checks(draft: int) -> dict[str, Callable[[Any, int], bool]]:
         **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
         **dict.fromkeys(("properties", "$defs", "definitions"), named),
         **_VALUES,
+        **(_since_2020(one, named) if draft == 2020 else {}),
+    }
+
+
+def _since_2020(one: Check, named: Check) -> dict[str, Check]:
+    """Keywords that older drafts do not know. one, named: checks of a schema, and of named ones."""
+
+    def lists(value: Any, _: int) -> bool:
+        return isinstance(value, dict) and all(map(_is_name_list, value.values()))
+
+    return {
+        **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), one),
+        **dict.fromkeys(("readOnly", "writeOnly", "deprecated"), _is_flag),
+        "dependentSchemas": named,
+        "dependentRequired": lists,
     }
 
 
@@ -138,9 +171,15 @@ def _is_number(value: Any, _: int = 0) -> bool:
     return type(value) is int or type(value) is float
 
 
+def _compiles(pattern: str) -> bool:
+    # Under (?i) ``re`` looks at every character of a range.
+    spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if _ANY_CASE.search(pattern) else 0))
+    return re.compile(pattern) is not None
+
+
 def _is_pattern(value: Any, _: int = 0) -> bool:
     try:
-        return isinstance(value, str) and re.compile(value) is not None
+        return isinstance(value, str) and _compiles(value)
     except (re.error, RecursionError, OverflowError):
         return False
 
@@ -189,7 +228,25 @@ def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> L
         raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
     with _broken_schemas():
         check_schema(schema)
-        return lower(schema, additional=additional)
+        lowered = lower(schema, additional=additional)
+        return lowered._replace(entries=(*lowered.entries, *_crowded(lowered.schema)))
+
+
+def _crowded(schema: Any) -> Iterator[Unenforced]:
+    """An object of so many optional keys that a mask takes seconds, or ends in an error."""
+    for part in every_part(schema):
+        names = part.get("properties", ()) if isinstance(part, dict) else ()
+        if (
+            len(names) > _MOST_OPTIONAL
+            and len(names) - len(part.get("required", ())) > _MOST_OPTIONAL
+        ):
+            reason = (
+                f"an object lists {len(names):,} keys, such as {next(iter(names))!r}: more than "
+            )
+            reason += f"{_MOST_OPTIONAL} of them are optional"
+            fix = "list them under required, or group them in objects"
+            yield Unenforced("", "properties", reason, fix, by_backend=False)
+            return
 
 
 def examine_schema(lowered: Lowered) -> Lowered:
@@ -221,5 +278,11 @@ def _broken_schemas() -> Iterator[None]:
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])
         raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
-    except (re.error, RecursionError, OverflowError) as error:
+    except RecursionError as error:
+        raise GrammarCompileError(_TOO_DEEP) from error
+    except (re.error, OverflowError) as error:
         raise GrammarCompileError(f"not a JSON schema: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of rpds, where it meets a RecursionError
+            raise
+        raise GrammarCompileError(_TOO_DEEP) from error

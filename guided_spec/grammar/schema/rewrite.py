@@ -21,7 +21,14 @@ from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import FORMATS, RE_PARSER, fits_length, format_within, to_fullmatch
+from guided_spec.grammar.regex import (
+    FORMATS,
+    RE_PARSER,
+    fits_length,
+    format_within,
+    spend_on_search,
+    to_fullmatch,
+)
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -33,8 +40,10 @@ from guided_spec.grammar.schema.lowered import (
     find,
 )
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
+from guided_spec.grammar.steps import spend, spend_on_value
 
 _MAX_VALUES = 1000
+_OF_SCHEMA = 12  # steps of one schema
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
 _INT64 = 2**63 - 1
 
@@ -69,6 +78,7 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
 
 def is_anchored(pattern: str) -> bool:
     """Whether ``pattern`` says itself where the string begins and ends."""
+    spend(len(pattern))
     parsed = RE_PARSER.parse(pattern)
     ends = ("AT_END", "AT_END_STRING")
     return (
@@ -159,6 +169,7 @@ def _multiples(
     if low is None and high is None and step <= 1024:
         return {**schema, "multipleOf": step}
     if low is not None and high is not None and (high - low) // step < _MAX_VALUES:
+        spend((high - low) // step // 8)
         values = list(range(-(-low // step) * step, high + 1, step))
         return {"enum": values} if values else False
     fix = f"give minimum and maximum with at most {_MAX_VALUES} multiples between"
@@ -176,7 +187,7 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     required = list(words.get("required", ()))
     extra = words.get("additionalProperties", True)
     for name in required:
-        if name not in declared and not any(re.search(p, name) for p in patterns):
+        if name not in declared and not any(_holds(p, name) for p in patterns):
             declared[name] = extra
     _check_patterns(declared, patterns, required, pointer, report)
     others: Any = False
@@ -211,6 +222,11 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     return _add_counts(schema, words, pointer, report)
 
 
+def _holds(pattern: str, name: str) -> bool:
+    spend_on_search(pattern, name)
+    return re.search(pattern, name) is not None
+
+
 def _check_patterns(
     declared: dict[str, Any],
     patterns: dict[str, Any],
@@ -223,7 +239,7 @@ def _check_patterns(
         report.error(pointer, "patternProperties", reason, "join them into one pattern")
     for pattern in patterns:
         for name in [*declared, *required]:
-            if re.search(pattern, name):
+            if _holds(pattern, name):
                 reason = f"{pattern!r} matches the property {name!r} too"
                 fix = "narrow the pattern"
                 report.error(pointer, "patternProperties", reason, fix)
@@ -403,6 +419,7 @@ class _Rewriting:
             return {}
         if not isinstance(schema, dict):
             return {} if schema is True else schema
+        spend(_OF_SCHEMA + len(schema) + len(schema.get("properties", ())))
         own = {key: value for key, value in schema.items() if key in _KEPT}
         return self._dispatch(own, pointer, depth + 1)
 
@@ -461,6 +478,7 @@ class _Rewriting:
         rest = {k: v for k, v in own.items() if k != keyword}
         values = [own["const"]] if keyword == "const" else own["enum"]
         kept = keep_valid(values, rest) if rest else values
+        spend_on_value(values)
         if kept is None:
             reason = f"the backend ignores {', '.join(rest)} beside it"
             self.report.error(pointer, keyword, reason, "list only the values that fit")

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jsonschema
 import referencing.exceptions
 
 from guided_spec.grammar.regex import RE_PARSER
+from guided_spec.grammar.schema.counting import ValueCheck
 from guided_spec.grammar.schema.dialect import Document, spell
+from guided_spec.grammar.steps import spend, spend_on_value
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
@@ -33,6 +34,9 @@ _RUN = re.compile(r"\^\[(\^?)((?:\\.|[^\\\]])+)\][+*]\$")
 _OTHER = "é"  # stands for everything beyond ASCII
 _ASCII = [chr(code) for code in range(128)]
 _DEPTH = 8
+# Steps of merging two schemas, of what a pattern begins with, of what a schema demands, and of a
+# proof that two are disjoint.
+_OF_MERGE, _OF_FIRST, _OF_DEMANDS, _OF_PROOF = 4, 24, 6, 12
 _MOST_STEPS = 20_000  # of one document; beyond, nothing is known to be disjoint
 _RANGES = (
     ("number", "minimum", "maximum"),
@@ -69,6 +73,7 @@ def values_within(value: Any) -> Iterator[Any]:
 def others(values: Sequence[Any], types: frozenset[str]) -> Disjuncts:
     """Every value of ``types`` that is none of ``values``; arrays and objects as far as it goes."""
     by_type: dict[str, list[Any]] = {}
+    spend(len(values))
     for value in values:
         by_type.setdefault(type_of(value), []).append(value)
     # One schema for all that are free: branches are multiplied with those of other keywords.
@@ -111,6 +116,7 @@ def _not_one_of(texts: Sequence[str]) -> str | None:
 
 @lru_cache(maxsize=256)  # of a oneOf with a constant, each branch excludes those of all others
 def _write_others(texts: tuple[str, ...]) -> str:
+    spend(sum(map(len, texts)))
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -151,12 +157,14 @@ def unique_arrays(values: Sequence[Any], low: int, high: int) -> list[list[Any]]
     for size in range(low, high + 1):
         if len(arrays) + math.perm(len(values), size) > _MOST_ARRAYS:
             break
+        spend(math.perm(len(values), size) * (1 + size // 8))
         arrays += map(list, itertools.permutations(values, size))
     return arrays
 
 
 def constant(value: Any) -> dict[str, Any]:
     """A schema for this one value, an array or an object written out part by part."""
+    spend(2)
     if isinstance(value, list):
         items = [constant(item) for item in value]
         schema: dict[str, Any] = {"type": "array", "items": False, "minItems": len(items)}
@@ -186,6 +194,7 @@ def merge(one: Any, other: Any) -> Any:
         return other if one is True else one
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
+    spend(_OF_MERGE + len(one) + len(other))
     left = {k: v for k, v in one.items() if k not in _ANNOTATIONS}
     right = {k: v for k, v in other.items() if k not in _ANNOTATIONS}
     objects: dict[str, Any] | None = {}
@@ -208,6 +217,7 @@ def _merge_values(key: str, one: Any, other: Any) -> Any:
     if key == "type":
         return _common_types(one, other)
     if key == "required":
+        spend(len(one) + len(other))
         return list(dict.fromkeys([*one, *other]))
     if key in _LOWER:
         return max(one, other)
@@ -221,8 +231,8 @@ def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
     """The values that are valid under ``schema``; None if it refers elsewhere."""
     if '"$ref"' in _text(schema):
         return None
-    validator = jsonschema.Draft202012Validator(schema)
-    return [value for value in values if validator.is_valid(value)]
+    check = ValueCheck(schema)
+    return [value for value in values if check.is_valid(value, schema)]
 
 
 def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
@@ -232,6 +242,7 @@ def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
     extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
     left, right = one.get("properties", {}), other.get("properties", {})
     names = dict.fromkeys([*left, *right])
+    spend(len(names))
     properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
     merged: dict[str, Any] = {"properties": properties} if names else {}
     if "additionalProperties" in one or "additionalProperties" in other:
@@ -256,11 +267,13 @@ def _common_types(one: Any, other: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    spend_on_value(value)
     return json.dumps(value, sort_keys=True)
 
 
 def join_all(parts: Sequence[Any]) -> Any:
     """One schema for what all parts admit: side by side where they share no keyword, else allOf."""
+    spend(1 + len(parts))
     if any(part is False for part in parts):
         return False
     joined: dict[str, Any] = {}
@@ -274,6 +287,7 @@ def join_all(parts: Sequence[Any]) -> Any:
             return False
         if merged is None:
             rest += part["allOf"] if part.keys() == {"allOf"} else [part]
+            spend(1 + len(rest) // 16)
         else:
             place = place if joined else len(rest)
             joined = merged
@@ -286,11 +300,13 @@ def join_all(parts: Sequence[Any]) -> Any:
 
 def any_of(parts: Sequence[Any]) -> Any:
     """One schema for what any part admits; False for none."""
+    spend(1 + len(parts))
     if any(part is True or part == {} for part in parts):
         return {}
     options: list[Any] = []
     for part in _distinct([part for part in parts if part is not False]):
         options += part["anyOf"] if part.keys() == {"anyOf"} else [part]
+        spend(1 + len(options) // 16)
     if len(options) < 2:
         return options[0] if options else False
     return {"anyOf": options}
@@ -302,7 +318,7 @@ def _distinct(parts: Sequence[Any]) -> list[Any]:
     seen: set[str] = set()
     kept = []
     for part in parts:
-        text = json.dumps(part, sort_keys=True)
+        text = _text(part)
         if part and text not in seen:
             kept.append(part)
             seen.add(text)
@@ -315,6 +331,7 @@ def _first_characters(pattern: str) -> frozenset[str] | None:
 
     None where the pattern is not anchored, may be empty, or begins with what is not seen through.
     """
+    spend(_OF_FIRST + len(pattern))
     parsed = RE_PARSER.parse(pattern)
     items = list(parsed)
     if parsed.state.flags & (re.IGNORECASE | re.MULTILINE):
@@ -392,23 +409,28 @@ class Disjointness:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        kind = jsonschema.validators.validator_for(
-            document.root, default=jsonschema.Draft202012Validator
-        )
-        self._validator: Any = kind(document.root)
+        self._check = ValueCheck(document.root)
         self._steps = 0
 
     def types(self, schema: Any) -> frozenset[str]:
         """The types that a value may have; perhaps too many, never too few."""
+        return self._types(schema, frozenset())
+
+    def _types(self, schema: Any, above: frozenset[int]) -> frozenset[str]:
+        """above: the ids of schemas for the same value, of which this one is an option."""
+        spend(_OF_DEMANDS)
         found = self._joined([schema])
         types = found.types
         for options in found.options:
-            types &= frozenset().union(*(self.types(option) for option in options))
+            if id(options) in above:  # it is an option of itself, which says nothing
+                continue
+            inside = above | {id(options)}
+            types &= frozenset().union(*(self._types(option, inside) for option in options))
         return types
 
     def is_valid(self, value: Any, schema: Any) -> bool:
         """Whether jsonschema takes ``value`` under ``schema``, formats aside."""
-        return bool(self._validator.evolve(schema=schema).is_valid(value))
+        return self._check.is_valid(value, schema)
 
     def apart(self, one: Any, other: Any, context: Any = None) -> bool:
         """Whether no value is valid under both and ``context``; False where unsure."""
@@ -428,6 +450,7 @@ class Disjointness:
         self._steps += 1
         if depth <= 0 or self._steps > _MOST_STEPS:
             return False
+        spend(_OF_PROOF)
         left, right = self._joined(one), self._joined(other)
         for mine, theirs, all_of_theirs in ((left, right, other), (right, left, one)):
             for options in mine.options:
@@ -451,8 +474,7 @@ class Disjointness:
             return False  # jsonschema would look references up from the root
         try:
             return not any(
-                all(self._validator.evolve(schema=schema).is_valid(value) for schema in schemas)
-                for value in values
+                all(self.is_valid(value, schema) for schema in schemas) for value in values
             )
         except (referencing.exceptions.Unresolvable, RecursionError):
             return False
@@ -462,6 +484,7 @@ class Disjointness:
         low = max(one.low.get(kind, -math.inf), other.low.get(kind, -math.inf))
         if low > min(one.high.get(kind, math.inf), other.high.get(kind, math.inf)):
             return True
+        spend(1 + len(one.required) + len(other.required))
         if kind == "array" and low >= 1:
             return any(self._apart([a], [b], depth - 1) for a in one.items for b in other.items)
         if kind == "string" and one.first is not None and other.first is not None:
@@ -508,6 +531,7 @@ class Disjointness:
             found.types &= {"number" if name == "integer" else name for name in named}
         if "enum" in words or "const" in words:
             values = [words["const"]] if "const" in words else words["enum"]
+            spend(len(values) // 4)
             found.types &= {type_of(value) for value in values}
             if found.values is None or len(values) < len(found.values):
                 found.values = values
@@ -530,6 +554,7 @@ class Disjointness:
     @staticmethod
     def _add_object(found: Demands, words: dict[str, Any]) -> None:
         properties = words.get("properties", {})
+        spend(len(properties) // 2)
         found.required.update(words.get("required", ()))
         for name, part in properties.items():
             found.parts.setdefault(name, []).append(part)

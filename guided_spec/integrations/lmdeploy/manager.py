@@ -22,8 +22,11 @@ from guided_spec.errors import (
     GuidedSpecError,
     ModelError,
 )
-from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
-from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.pipeline import (
+    GrammarCompileQueue,
+    GrammarPipeline,
+    PendingGrammar,
+)
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
@@ -38,17 +41,16 @@ _CPU = torch.device("cpu")
 class GrammarProcessor:
     """What stands where LMDeploy expects a matcher.
 
-    compiled: the grammar, being compiled. num_draft: K, the length of every draft.
+    pending, compiled: the grammar, being compiled. num_draft: K, the length of every draft.
 
     Drafting walks a fork and fills the rows on its way; verification asks for the same rows and
     fills the last one only; ``commit`` alone moves the original. LMDeploy puts other requests into
     the batch between the two, so each request has rows of its own.
     """
 
-    def __init__(
-        self, compiled: Future[CompiledGrammar], vocab_size: int, num_draft: int = 0
-    ) -> None:
-        self.compiled = compiled
+    def __init__(self, pending: PendingGrammar, vocab_size: int, num_draft: int = 0) -> None:
+        self._pending = pending  # waits until this is dropped
+        self.compiled = pending.future
         self._vocab_size = vocab_size
         self._num_draft = max(num_draft, 1)  # a row is looked at only where a token may follow
         self._rows: MaskRows | None = None
@@ -246,16 +248,14 @@ class GuidedManager:
         """The token that ends a request whose grammar has failed."""
         return self.vocabulary.stop_token_ids[0] if self.error is None else 0
 
-    def submit(self, response_format: Mapping[str, Any]) -> Future[CompiledGrammar]:
-        """The future of this format's grammar; never blocks, and holds whatever is wrong."""
-        failed: Future[CompiledGrammar] = Future()
+    def ask(self, response_format: Mapping[str, Any]) -> PendingGrammar:
+        """This format's grammar, to come; never blocks, and holds whatever is wrong."""
         try:
             if self._queue is None:
                 raise self.error or ModelError("the grammars of this model are closed")
-            return self._queue.submit(response_spec(response_format))
+            return self._queue.ask(response_spec(response_format))
         except GuidedSpecError as error:
-            failed.set_exception(error)
-        return failed
+            return PendingGrammar.failed(error)
 
     def get_processors(
         self, session_ctx: Sequence[Mapping[str, Any]], response_formats: Sequence[Any]
@@ -346,9 +346,7 @@ class GuidedManager:
         key = repr(response_format) if turn is None else turn  # the format of a turn is fixed
         known, processor = session.get(context["seq_id"], (None, None))
         if processor is None or known != key:
-            processor = GrammarProcessor(
-                self.submit(response_format), self.vocab_size, self.num_draft
-            )
+            processor = GrammarProcessor(self.ask(response_format), self.vocab_size, self.num_draft)
             session[context["seq_id"]] = (key, processor)
         return processor
 
@@ -361,10 +359,14 @@ async def compile_ahead(response_format: Any) -> None:
     this process runs no model, because workers do, nothing happens.
     """
     if _guided_rows([response_format]):
-        futures = [manager.submit(response_format) for manager in list(_managers)]
-        for future in futures:
-            await _finished(future)
-            future.result()
+        pending = [manager.ask(response_format) for manager in list(_managers)]
+        try:
+            for one in pending:
+                await _finished(one.future)
+                one.future.result()
+        finally:
+            for one in pending:
+                one.release()
 
 
 def response_spec(response_format: Mapping[str, Any]) -> GrammarSpec:

@@ -16,19 +16,21 @@ import xgrammar
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf, schema_ebnf
+from guided_spec.grammar.backends.ebnf import any_order_ebnf, json_ebnf, regex_ebnf, schema_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag
-from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar, XGrammarSource
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.document import DocumentBackend, GrammarLimits, SpecDocument
 from guided_spec.grammar.markers import BYTES, Markers
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
+from guided_spec.grammar.steps import StepsSpentError, limit_steps
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
 
@@ -84,6 +86,18 @@ def _ebnf(document: SpecDocument) -> str:
         if free.text is not None:
             return free.text
     return schema_ebnf(prepared, any_whitespace=spec.any_whitespace)
+
+
+def _written_again(spec: GrammarSpec, source: XGrammarSource) -> GrammarText | None:
+    """The grammar in full, of what it was compiled from; None where that needs the document."""
+    kind, text, any_whitespace, _ = source.main
+    if spec.kind == "regex":
+        return GrammarText("grammar", regex_ebnf(text))
+    if not spec.is_json:
+        return None
+    if kind == "ebnf":  # its keys come in any order
+        return GrammarText("grammar", text)
+    return GrammarText("grammar", json_ebnf(text, any_whitespace=any_whitespace))
 
 
 def behind(marker: str, text: GrammarText) -> GrammarText:
@@ -169,8 +183,24 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         prepared = require_enforced(document.examined)
         return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text, least)
 
+    def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> HandedGrammar | None:
+        """As ``compile``, of what a worker has written for a JSON schema or regex."""
+        text = _written_again(spec, recipe.source)
+        if text is None:
+            return None
+        if spec.start is not None:
+            text = behind(self._spell(spec.start), text)
+            return HandedGrammar(self._compile(text), text)
+        compiled = self._compile(text)
+        grammar = with_key_rules(compiled, recipe.keys, self.vocabulary)
+        return HandedGrammar(grammar, text, self._least(compiled))
+
     def _least(self, compiled: XGrammarGrammar) -> int:
-        endings = self._endings.of(compiled)
+        try:
+            with limit_steps(GrammarLimits().steps):
+                endings = self._endings.of(compiled)
+        except StepsSpentError:
+            return 0
         if not endings.is_exact:  # its costs are searched for, and say little
             return 0
         least = endings.cost(endings.start)

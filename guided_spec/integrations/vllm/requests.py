@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.pipeline import GrammarCompileQueue
+from guided_spec.grammar.pipeline import GrammarCompileQueue, PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.tables.tabled import TabledGrammar, table_bytes
 from guided_spec.integrations.host_drafter import HostRequest
@@ -183,7 +183,8 @@ class GrammarRequests:
         spec = self._grammars.spec_of(sampling_params)
         if spec is not None:
             stops = self._grammars.stops_of(sampling_params)
-            asked.shadow = ShadowConstraint(self._queue.submit(spec), stops)
+            asked.pending = self._queue.ask(spec)
+            asked.shadow = ShadowConstraint(asked.pending.future, stops)
             asked.span = self._grammars.span_of(sampling_params, prompt)
 
     def begin_walks(self, names: Iterable[str]) -> None:
@@ -393,6 +394,8 @@ class GrammarRequests:
 
     def _forget(self, name: str) -> None:
         asked = self._asked.pop(name, None)
+        if asked is not None and asked.pending is not None:
+            asked.pending.release()
         if asked is not None and self._release is not None:
             self._release([asked.slot])
         if self._walks is not None:
@@ -430,8 +433,8 @@ class _Asked:
     text: prompt and output, the first ``prompt_length`` tokens the prompt, and the first ``sure``
     ones as vLLM stated them. slot: unlike any other.
     may_walk: False once it is sure that the text leads along no table.
-    shadow: None for free text. span: the reasoning in front of the grammar's part of the output;
-    None where there is none.
+    shadow, pending: None for free text. span: the reasoning in front of the grammar's part of the
+    output; None where there is none.
     """
 
     sampling_params: Any
@@ -442,6 +445,7 @@ class _Asked:
     slot: int
     may_walk: bool = True
     shadow: ShadowConstraint | None = None
+    pending: PendingGrammar | None = None
     span: ReasoningSpan | None = None
 
     @property

@@ -20,8 +20,10 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, prepare_for_llguidance
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
+from guided_spec.grammar.protocol import GrammarMatcher, as_matcher, legal_row
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -388,3 +390,41 @@ def test_alternatives_that_hold_together_are_joined_where_that_makes_fewer() -> 
     assert all(accepts(grammar, text) for text in ('{"a": 1}', '{"d": 1, "e": 2}'))
     for text in ("{}", '{"a": 1, "b": 1}', '{"d": 1, "e": 3}', '{"e": 1}'):
         assert not accepts(grammar, text)
+
+
+def test_bytes_that_are_looked_at_ahead_do_not_end_a_text() -> None:
+    """They fill the lexer that all matchers of the grammar share."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, VOCAB_SIZE, [tokenizer.eos_token_id])
+    schema = {"type": "string", "pattern": "^(a?){200}a{200}$"}
+    grammar = LLGuidanceBackend(vocabulary).compile(GrammarSpec.json_schema(schema))
+    for _ in range(2):
+        matcher = as_matcher(grammar.new_matcher())
+        for byte in b'"' + b"a" * 210 + b'"':
+            assert legal_row(matcher, VOCAB_SIZE).any()
+            as_matcher(matcher.fork()).forced_bytes()
+            assert matcher.accept_token(int(vocabulary.single_byte_ids[byte]))
+
+
+def test_thousands_of_branches_are_followed() -> None:
+    schema = {"anyOf": [{"const": {"a": number}} for number in range(5_000)]}
+    grammar = LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema(schema))
+    assert accepts(grammar, '{"a": 4999}')
+    assert not accepts(grammar, '{"a": 5000}')
+
+
+@pytest.mark.parametrize("backend", ["auto", "xgrammar", "llguidance"])
+def test_an_object_of_very_many_optional_keys_is_refused_with_its_reason(backend: str) -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "null"} for i in range(501)}}
+    compiler = BackendChoice(backend, BYTES)
+    with pytest.raises(UnsupportedSchemaError, match="more than 500 of them are optional"):
+        compiler.compile(GrammarSpec.json_schema(schema))
+
+
+def test_branches_with_too_many_keys_in_all_are_refused() -> None:
+    objects = [
+        {"type": "object", "properties": {f"k{i}_{j}": {"type": "null"} for j in range(90)}}
+        for i in range(60)
+    ]
+    with pytest.raises(UnsupportedSchemaError, match="can follow at one place"):
+        LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema({"anyOf": objects}))

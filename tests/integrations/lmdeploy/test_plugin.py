@@ -21,6 +21,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
     VocabularyMismatchError,
 )
+from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.lmdeploy.helper import (
@@ -105,7 +106,7 @@ def test_rows_without_any_token_give_a_valid_id() -> None:
 def _processor(rule: Rule, num_draft: int = K) -> tuple[GrammarProcessor, ToyCompiled]:
     compiled, future = ToyCompiled(rule), Future[CompiledGrammar]()
     future.set_result(compiled)
-    return GrammarProcessor(future, VOCAB_SIZE, num_draft), compiled
+    return GrammarProcessor(PendingGrammar(future, None), VOCAB_SIZE, num_draft), compiled
 
 
 def _legal(row: Any) -> list[int]:
@@ -171,7 +172,7 @@ def test_what_a_commit_raises() -> None:
 
     failed = Future[CompiledGrammar]()
     failed.set_exception(ValueError("a backend's own error"))
-    broken = GrammarProcessor(failed, VOCAB_SIZE)
+    broken = GrammarProcessor(PendingGrammar(failed, None), VOCAB_SIZE)
     assert broken.is_broken
     assert broken.fork().next_row() is None
     assert broken.next_row() is None

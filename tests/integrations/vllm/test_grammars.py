@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.spec import GrammarSpec, KeyOrder
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars
 from guided_spec.integrations.vllm.grammars import HandingBackend, written
@@ -159,3 +160,25 @@ def test_whitespace_has_an_end() -> None:
     assert own.accept_token(brace)
     assert all(plain.accept_token(blank) for _ in range(100))
     assert not own.accept_token(blank)
+
+
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+def test_what_a_worker_has_written_is_the_same_text(
+    backend: HandingBackend, key_order: KeyOrder
+) -> None:
+    specs = [
+        GrammarSpec.json_schema(OBJECT, key_order=key_order),
+        GrammarSpec.json_schema(OBJECT).after("cab"),
+        GrammarSpec.regex("a{2,4}b"),
+    ]
+    for spec in specs:
+        alone = replace(spec, start=None)
+        recipe = XGrammarBackend(backend.vocabulary).compile(alone).recipe()
+        assert recipe is not None
+        again = backend.rebuild(spec, pickle.loads(pickle.dumps(recipe)))
+        assert again is not None
+        assert again.text == backend.compile(spec).text
+    tag = GrammarSpec.structural_tag(TAG)
+    recipe = XGrammarBackend(backend.vocabulary).compile(tag).recipe()
+    assert recipe is not None
+    assert backend.rebuild(tag, recipe) is None  # it needs the document
