@@ -12,6 +12,7 @@ import pytest
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.runner import EngineWorker
 from guided_spec.errors import RequestCancelledError
+from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -139,7 +140,7 @@ def test_cancelling_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) ->
         assert output.error is None
 
     with make_llm("llama") as llm:
-        monkeypatch.setattr(llm._grammars, "submit", lambda _: never)
+        monkeypatch.setattr(llm._grammars, "ask", lambda _: PendingGrammar(never, None))
         asyncio.run(main(llm))
 
 
@@ -152,7 +153,7 @@ def _worker(llm: LLM) -> EngineWorker:
 def test_closing_ends_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     never: Future[CompiledGrammar] = Future()
     llm = make_llm("llama")
-    monkeypatch.setattr(llm._grammars, "submit", lambda _: never)
+    monkeypatch.setattr(llm._grammars, "ask", lambda _: PendingGrammar(never, None))
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(llm.generate, "A", SamplingParams(grammar=LETTERS))
         while not _worker(llm).setup.engine.has_work:

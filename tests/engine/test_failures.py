@@ -31,6 +31,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
     VocabularyMismatchError,
 )
+from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import require_proposer
@@ -145,15 +146,15 @@ class Held:
 
     def __init__(self, llm: LLM, held: GrammarSpec, monkeypatch: pytest.MonkeyPatch) -> None:
         self.future: Future[CompiledGrammar] = Future()
-        self._submit = llm._grammars.submit
+        self._ask = llm._grammars.ask
         self._held = held
-        monkeypatch.setattr(llm._grammars, "submit", self.submit)
+        monkeypatch.setattr(llm._grammars, "ask", self.ask)
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        return self.future if spec == self._held else self._submit(spec)
+    def ask(self, spec: GrammarSpec) -> PendingGrammar:
+        return PendingGrammar(self.future, None) if spec == self._held else self._ask(spec)
 
     def finish(self) -> None:
-        self.future.set_result(self._submit(self._held).result(PATIENCE))
+        self.future.set_result(self._ask(self._held).future.result(PATIENCE))
 
 
 def test_a_slow_grammar_holds_up_its_own_request_only(
