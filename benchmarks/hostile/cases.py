@@ -135,7 +135,12 @@ CASES = (
         COMPLETIONS,
         lambda: json.dumps({"prompt": "a", **{f"field {at}": at for at in range(12000)}}).encode(),
     ),
-    Case("a prompt of 512 KB", TOKENIZE, _body(prompt="word and " * 57000), ANSWERED),
+    Case(
+        "a prompt of 512 KB",
+        TOKENIZE,
+        lambda: json.dumps({"prompt": "word and " * 57000}).encode(),
+        ANSWERED,
+    ),
     Case(
         "messages of every wrong kind",
         CHAT,
