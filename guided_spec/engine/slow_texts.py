@@ -122,11 +122,11 @@ class SlowTexts:
                 text.row = None  # that step had it
                 if request.state is State.FINISHED or not self._is_remembered(request):
                     del self._texts[request]
-            elif seconds > LONG and not constraint.is_timed:
-                constraint.is_timed = True  # a clock sees others at work: the next step asks a CPU
-            elif seconds > LONG and request.state is not State.FINISHED:
+            elif seconds.cpu > LONG and request.state is not State.FINISHED:
                 self._remember(request)
-                self._texts[request] = _SlowText(seconds=seconds)
+                self._texts[request] = _SlowText(seconds=seconds.cpu)
+            elif seconds.clock > LONG and not constraint.is_timed:
+                constraint.is_timed = True  # a clock sees others at work: the next step asks a CPU
             elif constraint.is_timed:
                 constraint.is_timed = False
 

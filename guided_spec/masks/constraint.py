@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +63,8 @@ class Fork:
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
 
     kept: the row of the committed text, where that was filled before; None where it was not.
-    clock: tells seconds. seconds: that filling its rows took since somebody took them.
+    clock: tells seconds. seconds: that it took for a text since somebody asked. cpu_seconds: those
+    of them that are known to be the CPU's.
 
     Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
     cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
@@ -74,7 +76,7 @@ class Fork:
         self.token_ids: list[int] = []
         self.kept: KeptRow | None = None
         self.clock: Callable[[], float] = time.perf_counter
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self._source: Source | None = None  # goes alone
         self._unheard: list[int] = []  # what it took, committed tokens among them
 
@@ -183,6 +185,13 @@ class Fork:
             self._unheard = []
 
 
+class Seconds(NamedTuple):
+    """clock: where rows are filled with those of others, the time of all. cpu: as far as known."""
+
+    clock: float
+    cpu: float
+
+
 class Constraint:
     """One request's grammar, at the end of its committed text.
 
@@ -224,13 +233,12 @@ class Constraint:
     def is_timed(self, is_timed: bool) -> None:
         self._fork.clock = time.thread_time if is_timed else time.perf_counter
 
-    def take_seconds(self) -> float:
-        """What its matchers took since the last call; of rows that are filled with those of
-        others, at least so much.
-        """
+    def take_seconds(self) -> Seconds:
+        """What its matchers took since the last call."""
         fork = self._fork
-        seconds, fork.seconds = fork.seconds, 0.0
-        return seconds
+        found = Seconds(fork.seconds, fork.seconds if fork.is_timed else fork.cpu_seconds)
+        fork.seconds = fork.cpu_seconds = 0.0
+        return found
 
     @property
     def has_budget(self) -> bool:

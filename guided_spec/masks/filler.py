@@ -248,11 +248,17 @@ class RowFiller:
         together = [walk for walk in walks if walk not in alone] if alone else walks
         if len(together) < WALKS_TOGETHER:
             alone, together = list(walks), ()
-        self._fill_together(together, batch)
-        for walk in alone:
-            self._fill_alone(walk)
+        if together:
+            self._fill_together(together, batch)
+        cpu_began = time.thread_time()
+        longest = max(map(self._fill_alone, alone), default=0.0)
+        if longest > LONG_LEVEL and time.thread_time() - cpu_began > longest / 2:
+            for walk in alone:
+                if walk.fork is not None and walk.fork.seconds >= longest:
+                    walk.fork.cpu_seconds = walk.fork.seconds
 
-    def _fill_alone(self, walk: Walk) -> None:
+    def _fill_alone(self, walk: Walk) -> float:
+        """Returns the seconds that it took."""
         fork = walk.fork
         assert fork is not None
         began = fork.clock()
@@ -266,7 +272,9 @@ class RowFiller:
         if walk.num_missing:
             self._rows.fill(fork.row_source, walk.request, len(walk.drafted))
             walk.filled += 1
-        fork.seconds += fork.clock() - began
+        seconds = fork.clock() - began
+        fork.seconds += seconds
+        return seconds
 
     def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
         """Every walk's next missing row, then the row after that, ..."""
