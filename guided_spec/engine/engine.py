@@ -94,9 +94,6 @@ class Engine:
         self._carry: object | None = None  # of the last step that was committed, for the next one
         self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
-        # What a step does may depend on a clock: those of several processes differ. Trees have
-        # their own share of what a step may take, and are verified in any step.
-        self._has_clock = not self._is_parallel and config.tree_nodes == 0
         self._paces: dict[bool, Pace] = {}  # by whether they take turns
         self._num_drafted = config.num_draft_tokens  # of the last step
         self._ended: float | None = None  # when it did; None where nobody went on decoding
@@ -149,7 +146,7 @@ class Engine:
 
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        yield from self.model.capture(self._layers, has_trees=self.config.tree_nodes > 0)
+        yield from self.model.capture(self._layers)
         yield from self._proposer.capture()
 
     def set_pace(self) -> None:
@@ -157,7 +154,7 @@ class Engine:
 
         What forwards take is measured if they are captured.
         """
-        if not self._has_clock:
+        if self._is_parallel:  # the clocks of several processes differ
             return
         times = ForwardTimes(self.model.forward_seconds(self._layers))
         count, num_slots = self.config.num_draft_tokens, self.model.num_slots
@@ -581,7 +578,7 @@ class Engine:
         if pace is not None and pace.stays_plain(len(batch)):
             upcoming = 0
         most = max(batch.num_draft_tokens, upcoming)
-        may_launch = self._has_clock and self._target.launches_at_once
+        may_launch = not self._is_parallel and self._target.launches_at_once
         may_launch = may_launch and not self._flights and not self._slow
         if not may_launch or self._proposer.may_draft(most):
             return False

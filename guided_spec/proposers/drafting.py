@@ -121,13 +121,13 @@ def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
     return [own or policy for own in batch.policies or (None,) * len(batch)]
 
 
-def drafts_best(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
+def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
 
     policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
     to ``DraftLoop.take``; nothing is known of it then but its tokens.
     """
-    if batch.adjustments is not None or lookahead.wants_options:
+    if batch.adjustments is not None:
         return False
     masked = [used == "mask" for used in used_policies(batch, policy)]
     waits = zip(masked, batch.constraints, strict=True)
@@ -136,7 +136,7 @@ def drafts_best(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -
     )
 
 
-def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
+def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every request of the batch drafts under masks, and nothing but them changes logits.
 
     policy: of the requests that do not ask for one. Such a draft can be made by a
@@ -144,8 +144,7 @@ def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy)
     """
     is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
-    waits = is_constrained or lookahead.wants_options  # the host needs the draft at once
-    return batch.adjustments is None and waits and is_masked
+    return batch.adjustments is None and is_constrained and is_masked
 
 
 class Composed(Proposer):
@@ -172,11 +171,6 @@ class Composed(Proposer):
     def runs_as(self) -> str:
         """Those of the members."""
         return ", ".join(filter(None, (member.runs_as for member in self._members)))
-
-    @property
-    def has_options(self) -> bool:
-        """Whether any member has."""
-        return any(member.has_options for member in self._members)
 
     @property
     def learns(self) -> bool:
