@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
-    FinishedText,
     Proposer,
     ProposerContext,
 )
@@ -145,48 +144,6 @@ def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
     return batch.adjustments is None and is_constrained and is_masked
-
-
-class Composed(Proposer):
-    """Drafts by other proposers, whose parts of the contract are its own, but for ``begin``."""
-
-    def __init__(self, members: Sequence[Proposer], layers: tuple[int, ...]) -> None:
-        self._members, self.aux_hidden_layers = members, layers
-
-    def capture(self) -> Iterator[None]:
-        """Those of every member."""
-        for member in self._members:
-            yield from member.capture()
-
-    def may_draft(self, num_draft_tokens: int) -> bool:
-        """Whether any member may."""
-        return any(member.may_draft(num_draft_tokens) for member in self._members)
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether all members do that want states: these are told once."""
-        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
-
-    @property
-    def runs_as(self) -> str:
-        """Those of the members."""
-        return ", ".join(filter(None, (member.runs_as for member in self._members)))
-
-    @property
-    def learns(self) -> bool:
-        """Whether any member does."""
-        return any(member.learns for member in self._members)
-
-    def learn(self, texts: Sequence[FinishedText]) -> None:
-        """For the members that do."""
-        for member in self._members:
-            if member.learns:
-                member.learn(texts)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Every member forgets these slots."""
-        for member in self._members:
-            member.release(slots)
 
 
 class NoDraft(Proposer):
