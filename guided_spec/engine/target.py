@@ -94,14 +94,13 @@ class _Line(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, prompts: Sequence[PromptPiece]) -> _Line:
-        """rows: what is verified. prompts: each in a slot of its own, or before what is verified of
-        it."""
+        """rows: what is verified. prompts: each in its own slot, or before what is verified."""
         if not prompts:
             return cls(rows)
         others = {prompt.slot: prompt for prompt in prompts}
         before = [
             others.pop(slot, PromptPiece(slot, start, []))
-            for slot, start, *_ in zip(*rows, strict=True)
+            for slot, start, _ in zip(*rows, strict=True)
         ]
         pieces = [*before, *others.values()]
         read = [len(piece.token_ids) for piece in pieces]
