@@ -110,7 +110,7 @@ def measure_blocks(
         if not keys or clock.left <= 0:
             continue
         report(f"documents: {engine}")
-        method = next((name for name in re.split("[:+@/]", engine) if name in METHODS), None)
+        method = next((name for name in re.split("[:+@]", engine) if name in METHODS), None)
         if method is not None and method not in heads:
             yield BlockRun(keys[0], problem=f"there is no {method} head")
             continue
