@@ -19,7 +19,6 @@ Drafting = Literal["auto", "always"]
 
 LARGEST_DRAFT = 64
 LARGEST_BATCH, MOST_THREADS = 2**16, 1024  # more are a slip, and take all memory
-LARGEST_TREE = 63  # tokens behind a text, all of which an int64 tells apart
 
 
 def option(help_text: str, *, default: Any) -> Any:
@@ -32,9 +31,6 @@ class EngineConfig:
     """How much the engine drafts, batches and stores.
 
     num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
-    tree_nodes: tokens of a draft that is a tree at most, 0 to 63: besides the draft itself, the
-        best legal branches that its head or model knows, where a step has few requests
-        (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
     drafting: "auto" drafts as much as writes most tokens a second, down to nothing, but for texts
         that are sampled under "rejection" by a seed that was given. "always" drafts
         ``num_draft_tokens`` in every step.
@@ -78,7 +74,6 @@ class EngineConfig:
     """
 
     num_draft_tokens: int = 5
-    tree_nodes: int = 0
     drafting: Drafting = "auto"
     max_forced_tokens: int = 32
     max_batch_size: int = 16
@@ -98,7 +93,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_int("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
-        require_int("tree_nodes", self.tree_nodes, low=0, high=LARGEST_TREE)
         require_int("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
         require_int("max_batch_size", self.max_batch_size, low=1, high=LARGEST_BATCH)
         if self.max_model_len is not None:
@@ -121,14 +115,9 @@ class EngineConfig:
         require_one_of("kernels", self.kernels, get_args(Kernels))
 
     @property
-    def longest_chain(self) -> int:
-        """Tokens of a draft that is no tree at most: forced ones, and those drafted behind them."""
-        return self.num_draft_tokens + self.max_forced_tokens
-
-    @property
     def longest_draft(self) -> int:
-        """Tokens of a draft at most."""
-        return max(self.longest_chain, self.tree_nodes)
+        """Tokens of a draft at most: forced ones, and those drafted behind them."""
+        return self.num_draft_tokens + self.max_forced_tokens
 
 
 def _require_limits(limits: object) -> None:

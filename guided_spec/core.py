@@ -308,11 +308,6 @@ class Proposer(Protocol):
         return None
 
     @property
-    def has_options(self) -> bool:
-        """Whether it sets ``Lookahead.options`` where trees are asked for."""
-        return False
-
-    @property
     def ends_chains(self) -> bool:
         """Whether a chain drafts nothing behind its drafts in the same step.
 

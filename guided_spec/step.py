@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from guided_spec.core import (
     DecodeBatch,
@@ -34,7 +33,7 @@ from guided_spec.ops.sampling.verify import VERIFIERS, verify
 from guided_spec.ops.side_stream import SideStream
 from guided_spec.types import Accepted, Draft, Noise, TokenLogprobs
 
-__all__ = ["VERIFIERS", "Branch", "Committed", "Step", "commit", "speculative_step"]
+__all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]
 
 
 class Step(NamedTuple):
@@ -46,8 +45,6 @@ class Step(NamedTuple):
     flight: of the draft, for ``carry_on``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
-    branch: of drafts that were trees, what the verifier went along: ``draft`` and all others are
-        those of this branch, and the lookahead has to follow it before the commit. None for chains.
     """
 
     accepted: Accepted
@@ -59,7 +56,6 @@ class Step(NamedTuple):
     flight: DraftInFlight
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
-    branch: Branch | None = None
 
     def carry_on(self, side: SideStream | None = None) -> object | None:
         """Launch what the next step of these requests goes on from, see ``Proposer.begin``.
@@ -80,54 +76,6 @@ class Step(NamedTuple):
         if self.logprobs is None:
             return [[] for _ in committed]
         return self.logprobs.records([row.token_ids for row in committed])
-
-
-class Branch(NamedTuple):
-    """The branch of each tree that was accepted, and how it would have gone on.
-
-    draft: it, as a chain. places: int64 [B, D + 1], where it stands in its row, see ``TokenTree``;
-    behind its end any place. kept: int64 [B, D], the places of the accepted tokens, -1 behind them.
-    path: ``Accepted.path`` on its way to the host.
-    """
-
-    draft: Draft
-    places: Tensor
-    kept: Tensor
-    path: Download
-
-    @classmethod
-    def of(cls, accepted: Accepted, tree: Draft) -> Branch | None:
-        """None for a chain."""
-        path = accepted.path
-        if path is None:
-            return None
-        steps = torch.arange(path.shape[1], device=path.device)
-        kept = torch.where(steps < accepted.num_accepted.unsqueeze(1), path, -1)
-        at = (path - 1).clamp_min(0)
-        probs, is_certain = tree.probs, tree.is_certain
-        if probs is not None:
-            probs = probs.gather(1, at.unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
-        draft = Draft(
-            tree.token_ids.gather(1, at),
-            (path >= 0).sum(1),
-            probs,
-            tree.columns,
-            None if is_certain is None else is_certain.gather(1, at),
-        )
-        places = torch.cat([torch.zeros_like(path[:, :1]), path.clamp_min(0)], 1)
-        return cls(draft, places, kept, Download(path))
-
-    def of_rows(self, rows: Tensor | None) -> Tensor | None:
-        """Of [B, N + 1, X] those of the branch, [B, D + 1, X]."""
-        if rows is None:
-            return None
-        return rows.gather(1, self.places.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
-
-    def of_output(self, output: TargetOutput) -> TargetOutput:
-        """What the forward gave for it."""
-        logits, states = self.of_rows(output.logits), self.of_rows(output.hidden_states)
-        assert logits is not None
-        return TargetOutput(logits, states, prompts=output.prompts, num_before=output.num_before)
 
 
 class Committed(NamedTuple):
@@ -176,10 +124,6 @@ def speculative_step(
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
-    branch = Branch.of(accepted, draft)
-    if branch is not None:  # of a tree: it is the draft from here on, and a chain
-        draft, output, bitmask = branch.draft, branch.of_output(output), branch.of_rows(bitmask)
-        num_drafted = Download(draft.num_tokens)
     scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
     logprobs = probs = None
     if batch.logprobs is not None:
@@ -187,7 +131,7 @@ def speculative_step(
     if batch.traced:
         probs = gather_step_probs(scores, draft, accepted.token_ids, batch.traced)
     known = (accepted, draft, lookahead, num_drafted, pack(accepted), output, flight)
-    return Step(*known, logprobs, probs, branch)
+    return Step(*known, logprobs, probs)
 
 
 def pack(accepted: Accepted) -> Download:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
 
     from guided_spec.grammar.spec import GrammarSpec
-    from guided_spec.ops.trees.token_tree import TokenTree
 
 LogprobsMode = Literal["raw", "masked", "processed"]
 Verifier = Literal["rejection", "coupled"]
@@ -50,7 +49,6 @@ class Draft(NamedTuple):
     columns: int32 [V], where in ``probs`` each target token stands, -1 for one that is never drawn;
         None: D is V, and every token stands at its id.
     is_certain: bool [B, K], tokens that are one-hot whatever ``probs`` says; None: no token is.
-    tree: which token each one follows; None: the one before it.
     """
 
     token_ids: Tensor
@@ -58,10 +56,9 @@ class Draft(NamedTuple):
     probs: Tensor | None = None
     columns: Tensor | None = None
     is_certain: Tensor | None = None
-    tree: TokenTree | None = None
 
     def cut(self, width: int) -> Draft:
-        """The first ``width`` positions; ``num_tokens`` stays. Of a chain."""
+        """The first ``width`` positions; ``num_tokens`` stays."""
         probs, is_certain = self.probs, self.is_certain
         return self._replace(
             token_ids=self.token_ids[:, :width],
@@ -88,14 +85,10 @@ class Accepted(NamedTuple):
     token_ids: [B, K + 1] int64: the accepted draft tokens, then one token drawn from the target,
         then -1. The drawn token is -1 itself when no token had any probability (a dead end).
     num_accepted: [B] int64 in [0, K]: accepted draft tokens.
-    path: of trees, int64 [B, K] with K the tokens of the longest branch: the place in its row, see
-        ``TokenTree``, of each accepted token, and behind them how the draft would have gone on; -1
-        at the end of the branch. None: they stand behind one another.
     """
 
     token_ids: Tensor
     num_accepted: Tensor
-    path: Tensor | None = None
 
 
 class TopLogprob(NamedTuple):

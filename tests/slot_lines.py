@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.ops.attention.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotPlaces
 
 NUM_SLOTS = 4
 
@@ -41,10 +41,7 @@ NONE_UNUSED = Unused()
 
 
 class Case(NamedTuple):
-    """One call: shapes, and where each row goes. width: of a head. block: positions.
-
-    parents: of each span, which token of it each one but the first follows; () for chains alone.
-    """
+    """One call: shapes, and where each row goes. width: of a head. block: positions."""
 
     num_kv_heads: int
     group: int
@@ -56,14 +53,6 @@ class Case(NamedTuple):
     window: int | None = None
     has_sinks: bool = False
     alike: tuple[Alike, ...] = ()
-    parents: tuple[tuple[int, ...], ...] = ()
-
-    def branch(self, span: int, token: int) -> list[int]:
-        """Which tokens of its row a token follows, itself the last."""
-        found = [token]
-        while self.parents and found[0] > 0:
-            found.insert(0, self.parents[span][found[0] - 1])
-        return found if self.parents else list(range(token + 1))
 
     def sinks(self) -> Tensor | None:
         """Of each head, float32 [Hq]; far below the scores and far above them too."""
@@ -95,7 +84,6 @@ class Data(NamedTuple):
                 shared = SharedPositions(*(part.to(target) for part in shared))
             places = replace(
                 places,
-                tree=None if places.tree is None else places.tree.to(target),
                 tokens=tokens.to(target),
                 rows=rows.to(target),
                 tables=tables.to(target),
@@ -131,21 +119,6 @@ def places_of(
     line = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).T.contiguous()
     columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3).T.contiguous()
     return SlotPlaces(line.to(tables.device), columns.to(tables.device), tables, max_length)
-
-
-def _tree_of(case: Case) -> Tensor | None:
-    """Of the spans' tokens; those of chains say so in either way, and unused ones see nothing."""
-    if not case.parents:
-        return None
-    tokens = []
-    for at, (_, start, length) in enumerate(case.spans):
-        branches = [case.branch(at, token) for token in range(length)]
-        is_chain = all(branch == list(range(length))[: len(branch)] for branch in branches)
-        for branch in branches:
-            seen = CHAIN if is_chain and at % 2 else sum(1 << token for token in branch)
-            tokens.append((start + len(branch) - 1, seen))
-    tokens += [(0, 0)] * case.unused.tokens
-    return torch.tensor(tokens, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
 def _shared_of(case: Case) -> SharedPositions | None:
@@ -196,7 +169,7 @@ def make(case: Case, num_slots: int = NUM_SLOTS) -> Data:
                     heads, width
                 )
     places = places_of(case.spans, tables, case.max_length, case.unused)
-    places = replace(places, shared=_shared_of(case), tree=_tree_of(case))
+    places = replace(places, shared=_shared_of(case))
     return Data(query, KeyValues(key, value), buffers, places)
 
 
@@ -221,12 +194,6 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
     alike = draw(_alike(spans, block))
     empty = st.builds(Span, st.just(-1), st.integers(0, max_length), st.integers(0, 2))
     spans = draw(st.permutations([*spans, *draw(st.lists(empty, max_size=2))]))
-    parents: tuple[tuple[int, ...], ...] = ()
-    if draw(st.booleans()):
-        parents = tuple(
-            tuple(draw(st.integers(max(at - 3, 0), at)) for at in range(span.length - 1))
-            for span in spans
-        )
     return Case(
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 4)),
@@ -238,7 +205,6 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
         window=draw(st.none() | st.integers(1, 8)),
         has_sinks=draw(st.booleans()),
         alike=alike,
-        parents=parents,
     )
 
 

@@ -18,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAYERS = (
     {"bundled", "errors", "config", "home", "kinds", "types"},
     {"ops", "grammar", "models"},
-    {"masks", "conditioned", "core", "guide", "step"},
+    {"masks", "core", "guide", "step"},
     {"proposers", "trace"},
     {"engine"},
     {"integrations", "training", "evaluate", "server", "cli"},

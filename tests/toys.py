@@ -22,7 +22,6 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.types import Draft, SamplingParams
 
@@ -152,21 +151,13 @@ class ToyTarget:
         return self._known[key]
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
-        drafted, tree = flight.draft.token_ids.tolist(), flight.draft.tree
+        drafted = flight.draft.token_ids.tolist()
         rows = [
-            self.logits((*context, *along(tree, row, place, drafted[row])))
+            self.logits((*context, *drafted[row][:place]))
             for row, context in enumerate(batch.contexts)
             for place in range(len(drafted[row]) + 1)
         ]
         return TargetOutput(torch.stack(rows).view(len(batch), -1, VOCAB_SIZE))
-
-
-def along(tree: TokenTree | None, row: int, place: int, tokens: Sequence[int]) -> list[int]:
-    """The draft tokens of a row from the text to a place; of a chain without a tree."""
-    if tree is None:
-        return list(tokens[:place])
-    seen = int(tree.ancestors[row, place])
-    return [token for at, token in enumerate(tokens, 1) if seen >> at & 1]
 
 
 class ToyDrafter:

@@ -27,7 +27,6 @@ from guided_spec.types import SamplingParams
 
 ENGINES = (
     *("none", "eagle3@5", "dflash", "dspark", "p_eagle"),
-    *("eagle3@5/31", "dflash/31", "dspark/31"),
     *("dflash:validate", "dspark:validate", "p_eagle:validate"),
 )
 WORKLOADS = ("json", "free")
@@ -35,8 +34,7 @@ Documents = Mapping[int, int]
 
 
 class RunKey(NamedTuple):
-    """engine: a proposer, the draft tokens behind an @, and the tokens of a tree behind a /.
-    workload: of ``WORKLOADS``."""
+    """engine: a proposer, and the draft tokens behind an @. workload: of ``WORKLOADS``."""
 
     engine: str
     batch: int
@@ -112,7 +110,7 @@ def measure_blocks(
         if not keys or clock.left <= 0:
             continue
         report(f"documents: {engine}")
-        method = next((name for name in re.split("[:+@/]", engine) if name in METHODS), None)
+        method = next((name for name in re.split("[:+@]", engine) if name in METHODS), None)
         if method is not None and method not in heads:
             yield BlockRun(keys[0], problem=f"there is no {method} head")
             continue
@@ -143,14 +141,12 @@ def _measure(
     plain: Texts,
     clock: Clock,
 ) -> Iterator[BlockRun]:
-    chain, _, nodes = keys[0].engine.partition("/")
-    name, _, depth = chain.partition("@")
+    name, _, depth = keys[0].engine.partition("@")
     draft_tokens = 0 if name == "none" else int(depth or plan.num_draft_tokens)
     items = json_documents(max(plan.documents.values()))
     prompts = [subject.tokenizer(str(item.prompt))["input_ids"] for item in items]
     config = EngineConfig(
         num_draft_tokens=draft_tokens,
-        tree_nodes=int(nodes or 0),
         max_batch_size=max(plan.documents),
         max_model_len=max(map(len, prompts)) + plan.max_tokens + 1,
         prefix_cache=False,  # prompts are read by the rehearsal too

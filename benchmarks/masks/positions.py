@@ -2,7 +2,7 @@
 
 Steps whose drafts a device draws under masks, without the device: it would draw the tokens of the
 right texts, which are told at once. So all of the time is the host's, and a device would wait for
-what ``positions`` and ``tree`` take. With tables that are always there it would take the masks from
+what ``positions`` takes. With tables that are always there it would take the masks from
 them, and would wait for ``begin``, which says where the texts stand.
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 import torch
 import typer
 from rich.table import Table
@@ -30,18 +29,15 @@ from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide, GuidedText
-from guided_spec.masks.lookahead import Lookahead, Scored
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.mailbox import Mailbox
-from guided_spec.ops.mask_words import first_tokens
-from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.proposers.drafting import draft_ends, host_draft
 from guided_spec.proposers.masked_drafter import DraftBuffers, MaskedDraft, MaskedTurn
 from guided_spec.step import commit, pack
 from guided_spec.types import Accepted, SamplingParams
 
-PARTS = ("batch", "begin", "positions", "tree", "rows", "commit")
-KNOWN = 16  # tokens that a tree knows at each place
+PARTS = ("batch", "begin", "positions", "rows", "commit")
 T = TypeVar("T")
 
 
@@ -63,7 +59,6 @@ class Told(Proposer):
     """What a device would draw: ``right`` [B] is told it before every step."""
 
     aux_hidden_layers = ()
-    has_options = True
 
     def __init__(self, context: ProposerContext, times: Times) -> None:
         depths, rows = context.config.num_draft_tokens, context.num_slots
@@ -72,19 +67,12 @@ class Told(Proposer):
         )
         self._depths, self._times = depths, times
         self.right: list[list[int]] = []
-        self.seconds = 0.0  # of the last draft
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
-        """Every token of it, and some others for trees."""
+        """Every token of it."""
         del carry
-        began = time.perf_counter()
-        draft = self._draft(batch, lookahead)
-        self.seconds = time.perf_counter() - began
-        return draft
-
-    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftInFlight:
         told = torch.zeros(self._depths, len(batch), dtype=torch.int64)
         for row, tokens in enumerate(self.right):
             told[: len(tokens), row] = torch.tensor(tokens)
@@ -97,8 +85,6 @@ class Told(Proposer):
         if draft.needs_host:
             draft.accept_drawn(1)
         self._times.of("positions", draft.accept_drawn)
-        if lookahead.wants_options:
-            self._know(lookahead)
         return FinishedDraft(host_draft(batch, lookahead.drafted), tuple(lookahead.lengths))
 
     def _launch(
@@ -114,16 +100,6 @@ class Told(Proposer):
         else:
             draft.release()
         return draft
-
-    def _know(self, lookahead: Lookahead) -> None:
-        for request, drafted in enumerate(lookahead.drafted):
-            for depth, token in enumerate(drafted):
-                row = lookahead.row_at(request, depth)
-                assert row is not None
-                others = [token, *first_tokens(row, KNOWN - 1)]
-                ids = np.array(list(dict.fromkeys(others)), dtype=np.int32)
-                scores = -2.0 * np.arange(len(ids), dtype=np.float32)
-                lookahead.options[request][depth] = Scored(ids, scores)
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""
@@ -154,9 +130,6 @@ class Steps:
             dtype=torch.float32,
         )
         self._told = Told(context, self.times)
-        self._proposer: Proposer = self._told
-        if config.tree_nodes:
-            self._proposer = DraftTrees("told", self._told, context)
         self._texts: list[GuidedText] = []
         self._which: list[int] = []
         self._opened = 0
@@ -184,8 +157,7 @@ class Steps:
         lookahead = self.times.of(
             "begin", lambda: Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         )
-        flight = self.times.of("tree", lambda: self._proposer.begin(batch, lookahead))
-        self.times.seconds["tree"][-1] -= self._told.seconds
+        flight = self._told.begin(batch, lookahead)
         width = flight.draft.token_ids.shape[1]
         if not all(lookahead.is_tabled):  # else a device copies them
             self.times.of("rows", lambda: lookahead.finish(width))
@@ -194,8 +166,6 @@ class Steps:
         for row, (rest, count) in enumerate(zip(rests, counts, strict=True)):
             ids[row, : count + 1] = torch.tensor(rest[: count + 1])
         accepted = Accepted(ids, torch.tensor(counts))
-        if lookahead.branches:
-            lookahead.follow([[*range(1, count + 1)] for count in counts])
         packed = pack(accepted)
         committed = self.times.of("commit", lambda: commit(batch, accepted, packed))
         for text, gained in zip(self._texts, committed, strict=True):
@@ -205,7 +175,6 @@ class Steps:
 def main(
     requests: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 7,
-    trees: Annotated[str, typer.Option(help="Tokens of a tree, separated by commas.")] = "0,15",
     steps: Annotated[int, typer.Option(help="That are timed.")] = 200,
     vocab_size: Annotated[int, typer.Option(help="V of the target.")] = 128_256,
     tables: Annotated[str, typer.Option(help="Of grammars, off or always.")] = "off",
@@ -214,20 +183,18 @@ def main(
     with failures_as_messages():
         tokenizer = _tokenizer(vocab_size)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, vocab_size, [tokenizer.eos_token_id])
-        table = Table("requests", "tree", *(f"{part} us" for part in PARTS))
-        for nodes in map(int, trees.split(",")):
-            for count in map(int, requests.split(",")):
-                config = EngineConfig(
-                    num_draft_tokens=num_draft_tokens,
-                    tree_nodes=nodes,
-                    max_batch_size=count,
-                    grammar_tables=tables,  # type: ignore[arg-type]
-                )
-                guide = Guide(vocabulary, tokenizer, config, device=torch.device("cpu"))
-                times = time_steps(guide, tokenizer, count, steps)
-                shown = (f"{statistics.median(times[part] or [0]) * 1e6:.0f}" for part in PARTS)
-                table.add_row(str(count), str(nodes), *shown)
-                guide.close()
+        table = Table("requests", *(f"{part} us" for part in PARTS))
+        for count in map(int, requests.split(",")):
+            config = EngineConfig(
+                num_draft_tokens=num_draft_tokens,
+                max_batch_size=count,
+                grammar_tables=tables,  # type: ignore[arg-type]
+            )
+            guide = Guide(vocabulary, tokenizer, config, device=torch.device("cpu"))
+            times = time_steps(guide, tokenizer, count, steps)
+            shown = (f"{statistics.median(times[part] or [0]) * 1e6:.0f}" for part in PARTS)
+            table.add_row(str(count), *shown)
+            guide.close()
     stdout().print(table)
 
 

@@ -95,9 +95,6 @@ class Engine:
         self._carry: object | None = None  # of the last step that was committed, for the next one
         self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
-        # What a step does may depend on a clock: those of several processes differ. Trees have
-        # their own share of what a step may take, and are verified in any step.
-        self._has_clock = not self._is_parallel and config.tree_nodes == 0
         self._paces: dict[bool, Pace] = {}  # by whether they take turns
         self._num_drafted = config.num_draft_tokens  # of the last step
         self._ended: float | None = None  # when it did; None where nobody went on decoding
@@ -150,7 +147,7 @@ class Engine:
 
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        yield from self.model.capture(self._layers, has_trees=self.config.tree_nodes > 0)
+        yield from self.model.capture(self._layers)
         yield from self._proposer.capture()
 
     def set_pace(self) -> None:
@@ -158,7 +155,7 @@ class Engine:
 
         What forwards take is measured if they are captured.
         """
-        if not self._has_clock:
+        if self._is_parallel:  # the clocks of several processes differ
             return
         times = ForwardTimes(self.model.forward_seconds(self._layers))
         count, num_slots = self.config.num_draft_tokens, self.model.num_slots
@@ -584,7 +581,7 @@ class Engine:
         stays_plain = pace is not None and pace.stays_plain(len(flight.batch))
         most = max(0, now, 0 if stays_plain else self.config.num_draft_tokens)
         drafts_nothing = stays_plain and now == PLAIN
-        may_launch = self._has_clock and self._target.launches_at_once
+        may_launch = not self._is_parallel and self._target.launches_at_once
         may_launch = may_launch and not self._flights and not self._slow
         if not may_launch or not (drafts_nothing or not self._proposer.may_draft(most)):
             return False

@@ -65,11 +65,9 @@ class Flight(NamedTuple):
         """What it gave every text; waits for it."""
         batch, step = self.batch, self.step
         with named_range("commit"):
-            if step.branch is not None:
-                step.lookahead.follow(step.branch.path.wait().tolist())
             committed = commit(batch, step.accepted, step.packed)
             num_accepted = [row.num_accepted for row in committed]
-            target.commit(batch, num_accepted, step.output, step.branch)
+            target.commit(batch, num_accepted, step.output)
         return committed
 
 

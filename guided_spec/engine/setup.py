@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.bundled import BUNDLED, bundled_asset, named_model
 from guided_spec.config import EngineConfig
-from guided_spec.core import Proposer, ProposerContext
+from guided_spec.core import ProposerContext
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.pace import draft_lengths
@@ -51,11 +51,9 @@ from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
-from guided_spec.ops.sampling.tree import require_tree_verifier
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
-from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
@@ -165,7 +163,7 @@ def plan_slots(
 
 def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
-    form, longest = None, 1 + config.longest_chain
+    form, longest = None, 1 + config.longest_draft
     # On other devices, or with a given budget, nobody has to know: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
     has_draft_model = is_asked and _is_model(draft, model)
@@ -312,7 +310,7 @@ class Setup:
         vocabulary = context.vocabulary
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
-        drafter = _build_proposer(name, context, target)
+        drafter = build_proposer(name, context)
         engine = Engine(target, drafter, config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
@@ -365,18 +363,6 @@ def _drafter(proposer: str | None, context: ProposerContext) -> str:
     name = resolve_auto(proposer or DEFAULT_PROPOSER, context)
     is_default_on_cuda = proposer is None and context.device.type == "cuda"
     return "eagle3" if is_default_on_cuda and name == CHAIN_OF_GRAPHS else name
-
-
-def _build_proposer(name: str, context: ProposerContext, target: CausalLM) -> Proposer:
-    """By its name; where trees are asked for, they grow around what it drafts."""
-    proposer, nodes = build_proposer(name, context), context.config.tree_nodes
-    if not nodes:
-        return proposer
-    require_tree_verifier(context.config.verifier)
-    if not target.holds_trees:
-        fix = "this model keeps whole slots or states, which hold no trees: pass 0"
-        raise ConfigError("tree_nodes", nodes, fix)
-    return DraftTrees(name, proposer, context)
 
 
 def _describe(engine: Engine) -> str:

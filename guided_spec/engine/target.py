@@ -24,9 +24,7 @@ from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.graph_pool import filled
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.models.stock.slots import SlotInputs
-from guided_spec.ops.attention.slot_attention import CHAIN
 from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.step import Branch
 
 
 class _Piece(NamedTuple):
@@ -96,30 +94,22 @@ class _Line(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, prompts: Sequence[PromptPiece]) -> _Line:
-        """rows: what is verified. prompts: each in a slot of its own, or before what is verified of
-        it, which then is no tree."""
+        """rows: what is verified. prompts: each in its own slot, or before what is verified."""
         if not prompts:
             return cls(rows)
         others = {prompt.slot: prompt for prompt in prompts}
         before = [
             others.pop(slot, PromptPiece(slot, start, []))
-            for slot, start, *_ in zip(*rows[:3], strict=True)
+            for slot, start, _ in zip(*rows, strict=True)
         ]
         pieces = [*before, *others.values()]
         read = [len(piece.token_ids) for piece in pieces]
         counts = [count + one for count, one in zip_longest(rows.counts, read, fillvalue=0)]
-        joined = Rows(
-            [piece.slot for piece in pieces], [piece.start for piece in pieces], counts, rows.tree
-        )
+        joined = Rows([piece.slot for piece in pieces], [piece.start for piece in pieces], counts)
         prompts = [piece for piece in pieces if piece.token_ids]
         if not any(read[: len(before)]):
             return cls(joined, prompts)
         own = np.flatnonzero(joined.steps() >= joined.spread(np.array(read)))
-        if rows.tree is not None:
-            tree = np.stack([joined.steps(), np.full(sum(counts), CHAIN)])
-            is_tree = rows.spread(np.array(read[: len(before)])) == 0
-            tree[:, own[is_tree]] = rows.tree[:, is_tree]
-            joined = joined._replace(tree=tree)
         return cls(joined, prompts, own)
 
     def order(self) -> NDArray[np.int64]:
@@ -215,15 +205,13 @@ class SlotTarget:
         longest = self._model.max_length
         pairs = zip(flight.most, starts, strict=True)
         counts = [min(1 + count, longest - start) for count, start in pairs]
-        tree = flight.draft.tree
-        rows = Rows(batch.slots, starts, counts, None if tree is None else tree.line(counts))
+        rows = Rows(batch.slots, starts, counts)
         if self._model.is_packed:
             line = _Line.of(rows, self._read_apart(rows, batch.prompts))
             output = self._verify_line(token_ids, rows, line, flight.answer)
             pairs = zip(line.rows.counts, rows.counts, strict=False)
             return output._replace(num_before=[both - count for both, count in pairs])
         assert not batch.prompts, "a stock model takes one row a slot"
-        assert tree is None, "a stock model reads chains"
         inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
         found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert found.logits is not None
@@ -278,9 +266,9 @@ class SlotTarget:
     def _read_apart(self, rows: Rows, prompts: Sequence[PromptPiece]) -> Sequence[PromptPiece]:
         """Read now what cannot be in one row with a draft; returns the other prompts.
 
-        A tree has a row for itself, and no linear state goes back into a row as long as a prompt.
+        No linear state goes back into a row as long as a prompt.
         """
-        if rows.tree is None and not self._model.has_linear_state:
+        if not self._model.has_linear_state:
             return prompts
         drafted = {slot for slot, count in zip(rows.slots, rows.counts, strict=True) if count > 1}
         apart = [prompt for prompt in prompts if prompt.slot in drafted]
@@ -343,20 +331,11 @@ class SlotTarget:
                 self._states.add([piece.slot], [len(states)], states.unsqueeze(0))
         return _LineRead(output, found)
 
-    def commit(
-        self,
-        batch: DecodeBatch,
-        num_accepted: Sequence[int],
-        output: TargetOutput,
-        branch: Branch | None = None,
-    ) -> None:
+    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
         """Keep the state of the last token and the accepted draft of every request.
 
-        output: of its forward. branch: of trees, what was accepted of them.
+        output: of its forward.
         """
-        if branch is not None:
-            starts = [len(context) - 1 for context in batch.contexts]
-            self._model.keep_branch(batch.slots, starts, branch.kept)
         keep = [accepted + 1 for accepted in num_accepted]
         before = output.num_before or [0] * len(keep)
         self._model.commit([one + read for one, read in zip(keep, before, strict=True)])

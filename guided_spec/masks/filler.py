@@ -10,19 +10,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from guided_spec.home import once_per_process
 from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.host import named_range
-
-
-class Branch(NamedTuple):
-    """A draft token, and the place of the one that it follows, see ``TokenTree``."""
-
-    parent: int
-    token_id: int
 
 
 class Walk:
@@ -36,17 +29,13 @@ class Walk:
     draft. starved: positions at which the drafter knew none of the legal tokens.
     stops: where the device takes its rows from a table, the tokens that end a text there; no fork
     goes along then, since each token is drawn under its row. See ``Lookahead.leave``.
-    branches: what stands beside the draft, see ``Lookahead.grow``. is_grown: whether anything was
-    tried there, for which the fork left the draft.
     """
 
     __slots__ = (
-        "branches",
         "drafted",
         "filled",
         "fork",
         "has_ended",
-        "is_grown",
         "is_open",
         "is_paused",
         "limit",
@@ -69,8 +58,6 @@ class Walk:
         self.stops: frozenset[int] | None = None
         self.refused: int | None = None
         self.starved = 0
-        self.branches: list[Branch] = []
-        self.is_grown = False
 
     @property
     def is_tabled(self) -> bool:
@@ -125,15 +112,6 @@ class Walk:
                 break
         self.is_open = self.is_open and len(drafted) < self.limit
         return looked
-
-    def text_at(self, place: int) -> list[int]:
-        """The draft tokens from the text to a place of the tree."""
-        tail: list[int] = []
-        while place > len(self.drafted):
-            branch = self.branches[place - len(self.drafted) - 1]
-            tail.append(branch.token_id)
-            place = branch.parent
-        return [*self.drafted[:place], *reversed(tail)]
 
     def take(self, fork: Fork) -> None:
         """From here on the fork goes with the draft, of which there is nothing yet."""
@@ -198,21 +176,6 @@ class RowFiller:
                 self._fill_apart(missing, threads)
             else:
                 self._fill_here(missing)
-
-    def fill_branches(self, walks: Sequence[Walk]) -> None:
-        """Fill the missing rows of what stands beside the drafts, whose own rows are filled."""
-        for walk in walks:
-            fork = walk.fork
-            if fork is None or not walk.branches:
-                continue
-            first = len(walk.drafted) + 1
-            for place in range(first, first + len(walk.branches)):
-                if self._rows.has(walk.request, place):
-                    continue
-                fork.advance(walk.text_at(place))
-                if not fork.is_terminated:
-                    self._rows.fill(fork.row_source, walk.request, place)
-            fork.advance(walk.drafted)
 
     def _fill_patiently(self, walks: Sequence[Walk]) -> None:
         began = time.perf_counter()

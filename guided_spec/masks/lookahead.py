@@ -18,7 +18,7 @@ from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.masks.constraint import Constraint, Fork
-from guided_spec.masks.filler import Branch, RowFiller, Walk
+from guided_spec.masks.filler import RowFiller, Walk
 from guided_spec.masks.rows import MaskRows, TabledTexts, TableStarts
 from guided_spec.types import Draft
 
@@ -39,22 +39,12 @@ class Turn(NamedTuple):
     starts: Sequence[int]
 
 
-class Scored(NamedTuple):
-    """Tokens, the likeliest first, -1 for none, and their logits: int32 [C] and float32 [C]."""
-
-    token_ids: NDArray[np.int32]
-    scores: NDArray[np.float32]
-
-
 class Lookahead:
     """One step's forks. Made by ``fork``, thrown away after ``finish``.
 
     A proposer either asks ``next_mask`` and answers with ``accept``, depth by depth, or hands whole
     token lists to ``extend``; both may alternate. ``drafted`` is what the draft holds so far: a
     proposer continues from there.
-
-    wants_options: the draft becomes a tree, so that whoever drafts with a model says in ``options``
-    what else it knows: [B], by the number of draft tokens before, with or without what is drafted.
     """
 
     def __init__(
@@ -70,8 +60,6 @@ class Lookahead:
         self._pause: Pause | None = None
         self._sources: Tensor | None = None  # of rows that the device takes from tables
         self.forced: list[list[int]] = [[] for _ in walks]
-        self.wants_options = False
-        self.options: list[dict[int, Scored]] = [{} for _ in walks]
         self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
 
@@ -181,10 +169,8 @@ class Lookahead:
         """Of the requests that draft next, those whose rows the device can take from tables.
 
         requests: nothing is drafted of them yet. ahead: tokens of a draft at most. None where there
-        is none, and for trees, whose branches need the rows on the host.
+        is none.
         """
-        if self.wants_options:
-            return None
         starts = dict[TokenTable, TableStarts]()
         others, constraints = False, self._constraints
         for at in requests:
@@ -387,80 +373,6 @@ class Lookahead:
         device = draft.num_tokens.device
         return draft.cut(max(lengths))._replace(num_tokens=torch.tensor(lengths, device=device))
 
-    def row_at(self, request: int, place: int) -> NDArray[np.int32] | None:
-        """The mask row behind a place of a request's tree, [W] on the host; None if it is free.
-
-        Read only. Where the text is complete, None as well. To be asked once nothing more is
-        appended to the draft itself.
-        """
-        self._wake()
-        walk = self._walks[request]
-        fork = walk.fork
-        if fork is None:
-            return None
-        if walk.num_missing:  # of the draft itself, behind which the fork stands
-            self._fill([walk])
-        if not self._rows.has(request, place):
-            fork.advance(walk.text_at(place))
-            if fork.is_terminated:
-                return None
-            self._rows.fill(fork.row_source, request, place)
-        return self._rows.words(request, place)
-
-    def can_grow(self, request: int) -> bool:
-        """Whether anything may stand beside the request's draft, which is done.
-
-        Not where the draft ends with an illegal token.
-        """
-        return self._walks[request].refused is None
-
-    def grow(self, request: int, parent: int, token_id: int) -> int | None:
-        """Append a token behind a place of the request's tree, beside the draft.
-
-        Place 0 is the text's last token, place i + 1 the draft's i-th; then come those that were
-        grown, in their order. Returns the new place; None, and no change, where the grammar refuses
-        the token or the text has ended there.
-        """
-        self._wake()
-        walk = self._walks[request]
-        walk.is_grown = True
-        if walk.fork is not None:
-            text = [*walk.text_at(parent), token_id]
-            if walk.fork.advance(text) < len(text):
-                return None
-        walk.branches.append(Branch(parent, token_id))
-        return len(walk.drafted) + len(walk.branches)
-
-    @property
-    def branches(self) -> list[list[Branch]]:
-        """[B]: what was grown beside each draft. Read only."""
-        return [walk.branches for walk in self._walks]
-
-    def follow(self, paths: Sequence[Sequence[int]]) -> None:
-        """From here on ``drafted`` is the branch that the verifier went along; before the commit.
-
-        paths: [B] its places, -1 behind its end. Nothing is grown any more.
-        """
-        for walk, path in zip(self._walks, paths, strict=True):
-            if walk.is_grown:
-                self._follow(walk, [place for place in path if place >= 0])
-
-    def _follow(self, walk: Walk, places: Sequence[int]) -> None:
-        tokens = walk.text_at(places[-1]) if places else []
-        pairs = enumerate(zip(tokens, walk.drafted, strict=False))
-        agreed = next((at for at, (one, other) in pairs if one != other), len(tokens))
-        self.forced[walk.request] = [at for at in self.forced[walk.request] if at < agreed]
-        constraint, fork = self._constraints[walk.request], walk.fork
-        if constraint is not None and fork is not None:
-            walk.filled = sum(self._rows.has(walk.request, place) for place in (0, *places))
-            if constraint.has_budget:  # the fork has to know again which of its rows it cut
-                fork.rollback_to(0)
-                self._rows.fill(fork.row_source, walk.request, 0)
-                for place, token_id in zip(places, tokens, strict=True):
-                    if fork.accept(token_id) and not fork.is_terminated:
-                        self._rows.fill(fork.row_source, walk.request, place)
-        walk.drafted, walk.branches = tokens, []
-
     def start(self) -> None:
         """Begin to fill the rows that are still missing, beside what runs next."""
         if self._is_asleep:  # nothing is drafted: one row each
@@ -468,7 +380,7 @@ class Lookahead:
         else:
             missing = sum(walk.num_missing for walk in self._walks)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
-            self._filling = self._rows.fill_beside(self._fill_all)
+            self._filling = self._rows.fill_beside(lambda: self._fill(self._walks))
 
     def finish(self, num_draft: int) -> Tensor | None:
         """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
@@ -480,7 +392,7 @@ class Lookahead:
         if not self._is_constrained:
             return None
         if self._filling is None:
-            self._fill_all()
+            self._fill(self._walks)
         else:
             self._filling.result()
         return self._rows.first(len(self._walks), num_draft + 1, self._sources)
@@ -512,12 +424,6 @@ class Lookahead:
             for walk, constraint in zip(self._walks, self._constraints, strict=True):
                 if constraint is not None and not walk.is_tabled:
                     walk.take(constraint.fork())
-
-    def _fill_all(self) -> None:
-        self._fill(self._walks)
-        started = time.perf_counter()
-        self._filler.fill_branches(self._walks)
-        self.fill_seconds += time.perf_counter() - started
 
     def _fill(self, walks: Sequence[Walk]) -> None:
         self._wake()

@@ -303,10 +303,6 @@ class MaskBlock:
         self._is_filled[rows] = True
         batch.fill(matchers, self._array, rows)
 
-    def has(self, row: int) -> bool:
-        """Whether a row is filled."""
-        return bool(self._is_filled[row])
-
     def is_filled(self, rows: Sequence[int] | slice) -> bool:
         """Whether any of these rows is filled."""
         return bool(self._is_filled[rows].any())
@@ -495,10 +491,6 @@ class MaskRows:
         """
         rows = [depth * self._active + request for request, depth in places]
         self._block.fill_many(batch, matchers, rows)
-
-    def has(self, request: int, depth: int) -> bool:
-        """Whether the row is filled."""
-        return self._block.has(self._at(request, depth))
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""

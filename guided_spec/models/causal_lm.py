@@ -213,11 +213,6 @@ class CausalLM:
         """Whether texts that begin alike may have blocks in common: a state has no beginning."""
         return self.blocks is not None and not self.has_linear_state
 
-    @property
-    def holds_trees(self) -> bool:
-        """Whether rows may be trees of tokens: a state is behind one text."""
-        return self.is_packed and not self.has_linear_state
-
     @torch.inference_mode()
     def forward(
         self,
@@ -264,27 +259,18 @@ class CausalLM:
         return self._packed.logits(states)
 
     @torch.inference_mode()
-    def capture(self, hidden_layers: tuple[int, ...], *, has_trees: bool = False) -> Iterator[None]:
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
         """Capture the CUDA graphs of forwards, one at each ``next``.
 
-        hidden_layers: that the forwards will be asked for. has_trees: also those over trees.
+        hidden_layers: that the forwards will be asked for.
         """
         if self._packed is not None and self.device.type == "cuda":
-            yield from self._packed.capture(hidden_layers, has_trees=has_trees)
+            yield from self._packed.capture(hidden_layers)
 
     @torch.inference_mode()
     def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
         """What forwards take that ``capture`` captured, by their tokens, in seconds."""
         return {} if self._packed is None else self._packed.forward_seconds(hidden_layers)
-
-    @torch.inference_mode()
-    def keep_branch(self, slots: Sequence[int], starts: Sequence[int], path: Tensor) -> None:
-        """Of the trees that a forward read, keep one branch each; of a packed model.
-
-        See ``PackedLM.keep_branch``. ``commit`` counts the tokens of the branch.
-        """
-        assert self._packed is not None
-        self._packed.keep_branch(slots, starts, path)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int]) -> None:

@@ -121,8 +121,7 @@ def gated_delta(
     """[N, Hv * V]: what each token reads, normed and gated, in the dtype of ``packed``.
 
     packed: [N, X], the projections of the tokens, rows contiguous; ``layer.columns`` says what
-        lies where. states: changed in place. places: see ``SlotPlaces``; slots have one row each,
-        and no trees.
+        lies where. states: changed in place. places: see ``SlotPlaces``; slots have one row each.
 
     A row that starts at position s stands behind the first s tokens of its slot's text: of the
     tokens that the slot's last row had, those before s stay. It may start anywhere in that row or

@@ -148,10 +148,9 @@ def rotate_and_store(
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
     num_heads, memory, turned = shape.queries + 2 * shape.keys, places.tables, cos.shape[1]
     tokens = places.tokens.contiguous()
-    tree = tokens if places.tree is None else places.tree.contiguous()
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         launch(_rotate, (count, triton.cdiv(num_heads, HEADS)), packed)(
-            *(packed, cos, sin, len(cos), query, key, eps, *buffers, tokens, tree),
+            *(packed, cos, sin, len(cos), query, key, eps, *buffers, tokens),
             *(count, memory, memory.stride(0), places.max_length, buffers.keys.shape[2], width),
             queries=shape.queries,
             keys_count=shape.keys,
@@ -162,7 +161,6 @@ def rotate_and_store(
             rest_block=triton.next_power_of_2(shape.size - turned),
             heads=HEADS,
             has_norms=norms is not None,
-            is_tree=places.tree is not None,
             num_warps=4,
         )
 
@@ -181,7 +179,6 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     keys,
     values,
     tokens,
-    tree,
     count,
     tables,
     table_row,
@@ -197,7 +194,6 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     rest_block: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
-    is_tree: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
@@ -212,8 +208,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     line = (packed + token * width + column)[:, None]
     source = line + at[None, :]
     place = tl.load(tokens + count + token)
-    position = tl.load(tree + token) if is_tree else place
-    turn = tl.minimum(position, positions - 1) * turned + at
+    turn = tl.minimum(place, positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(tokens + token)

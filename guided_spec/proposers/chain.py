@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
+    FinishedText,
     Proposer,
     ProposerContext,
     TargetOutput,
@@ -17,7 +18,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Turn
 from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.drafting import Composed, concatenate, no_draft
+from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 
 
@@ -157,7 +158,7 @@ class _ChainDraft(NamedTuple):
         )
 
 
-class Chain(Composed):
+class Chain(Proposer):
     """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
@@ -176,8 +177,7 @@ class Chain(Composed):
         if any(member.aux_hidden_layers not in ((), layers) for member in members):
             fix = "its members want different hidden states of the target; use one of them"
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
-        super().__init__(members, layers)
-        self._names = names
+        self._members, self.aux_hidden_layers, self._names = members, layers, names
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -203,3 +203,38 @@ class Chain(Composed):
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
         return _ChainDraft(*whole, turns, lookahead)
+
+    def capture(self) -> Iterator[None]:
+        """Those of every member."""
+        for member in self._members:
+            yield from member.capture()
+
+    def may_draft(self, num_draft_tokens: int) -> bool:
+        """Whether any member may."""
+        return any(member.may_draft(num_draft_tokens) for member in self._members)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether all members do that want states: these are told once."""
+        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
+
+    @property
+    def runs_as(self) -> str:
+        """Those of the members."""
+        return ", ".join(filter(None, (member.runs_as for member in self._members)))
+
+    @property
+    def learns(self) -> bool:
+        """Whether any member does."""
+        return any(member.learns for member in self._members)
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        """For the members that do."""
+        for member in self._members:
+            if member.learns:
+                member.learn(texts)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Every member forgets these slots."""
+        for member in self._members:
+            member.release(slots)

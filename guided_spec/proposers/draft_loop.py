@@ -17,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
-from guided_spec.masks.lookahead import Lookahead, Scored
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
-from guided_spec.ops.sampling.likely_tokens import list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
@@ -192,11 +190,9 @@ class DraftLoop:
         ]
         self._sampling = batch.sampling
         self._chosen: list[Chosen] = []
-        self._listed: list[Tensor] = []  # beside what was chosen, where that is wanted
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
-        self._known: Download | None = None  # what is listed, on its way
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
         self._tabled: TableWalk | None = None
         self._is_waiting = not all(self._is_later)  # for the host, at each token
@@ -258,9 +254,7 @@ class DraftLoop:
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
         rows = self._walk(self._download())
-        self._tell_options()
-        draft = host_draft(self._batch, rows)
-        return self._with_probs(draft)
+        return self._with_probs(host_draft(self._batch, rows))
 
     def in_flight(self, carry_on: CarryOn | None = None) -> DraftInFlight:
         """The draft as the target may read it at once. carry_on: see ``FinishedDraft``."""
@@ -270,7 +264,6 @@ class DraftLoop:
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
         lengths = to_device(most, ids.device)
-        self._known = self._download_options()  # launched before anything is waited for
         return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
 
     @property
@@ -282,7 +275,6 @@ class DraftLoop:
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
         lengths = to_device([len(row) for row in self._walk(later)], draft.token_ids.device)
-        self._tell_options()
         return self._with_probs(Draft(draft.token_ids, lengths))
 
     def _leave_tables(self) -> None:
@@ -318,8 +310,6 @@ class DraftLoop:
         """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
-        if self._lookahead.wants_options:
-            self._listed.append(list_likely_tokens(logits, mask, self._target_ids))
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise, self._tabled)
         self._chosen.append(chosen)
         self._adjustments.append(chosen.tokens)
@@ -362,26 +352,6 @@ class DraftLoop:
             # refuse it.
             rows.append(row if found is None else [*row, found])
         return rows
-
-    def _tell_options(self) -> None:
-        """What else may stand where it drafted, for a tree."""
-        known = self._known or self._download_options()
-        if known is None:
-            return
-        found = known.wait().numpy()
-        token_ids, scores = found[:, :, 0], found[:, :, 1].view(np.float32)
-        for request, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            options = self._lookahead.options[request]
-            places = zip(token_ids[request], scores[request], strict=True)
-            for depth, place in zip(range(start, end), places, strict=False):
-                options[depth] = Scored(*place)
-
-    def _download_options(self) -> Download | None:
-        """What was listed beside the draft, int32 [B, K, 2, LISTED]; None where nobody asked."""
-        listed = torch.stack(self._listed, 1) if self._listed else None
-        if self._masked is not None and (kept := self._masked.buffers.listed) is not None:
-            listed = self._masked.own(kept)
-        return None if listed is None else Download(listed)
 
     def _keys(self, starts: Sequence[int]) -> DraftNoise:
         """Which noise the token is drawn with that follows ``starts`` [B] draft tokens."""

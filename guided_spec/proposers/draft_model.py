@@ -157,11 +157,6 @@ class DraftModel(Proposer):
         """As the model."""
         return self._model.runs_as
 
-    @property
-    def has_options(self) -> bool:
-        """It knows its scores."""
-        return True
-
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._cache.release(slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
-    FinishedText,
     Proposer,
     ProposerContext,
 )
@@ -121,13 +120,13 @@ def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
     return [own or policy for own in batch.policies or (None,) * len(batch)]
 
 
-def drafts_best(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
+def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
 
     policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
     to ``DraftLoop.take``; nothing is known of it then but its tokens.
     """
-    if batch.adjustments is not None or lookahead.wants_options:
+    if batch.adjustments is not None:
         return False
     masked = [used == "mask" for used in used_policies(batch, policy)]
     waits = zip(masked, batch.constraints, strict=True)
@@ -136,7 +135,7 @@ def drafts_best(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -
     )
 
 
-def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
+def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every request of the batch drafts under masks, and nothing but them changes logits.
 
     policy: of the requests that do not ask for one. Such a draft can be made by a
@@ -144,55 +143,7 @@ def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy)
     """
     is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
-    waits = is_constrained or lookahead.wants_options  # the host needs the draft at once
-    return batch.adjustments is None and waits and is_masked
-
-
-class Composed(Proposer):
-    """Drafts by other proposers, whose parts of the contract are its own, but for ``begin``."""
-
-    def __init__(self, members: Sequence[Proposer], layers: tuple[int, ...]) -> None:
-        self._members, self.aux_hidden_layers = members, layers
-
-    def capture(self) -> Iterator[None]:
-        """Those of every member."""
-        for member in self._members:
-            yield from member.capture()
-
-    def may_draft(self, num_draft_tokens: int) -> bool:
-        """Whether any member may."""
-        return any(member.may_draft(num_draft_tokens) for member in self._members)
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether all members do that want states: these are told once."""
-        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
-
-    @property
-    def runs_as(self) -> str:
-        """Those of the members."""
-        return ", ".join(filter(None, (member.runs_as for member in self._members)))
-
-    @property
-    def has_options(self) -> bool:
-        """Whether any member has."""
-        return any(member.has_options for member in self._members)
-
-    @property
-    def learns(self) -> bool:
-        """Whether any member does."""
-        return any(member.learns for member in self._members)
-
-    def learn(self, texts: Sequence[FinishedText]) -> None:
-        """For the members that do."""
-        for member in self._members:
-            if member.learns:
-                member.learn(texts)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Every member forgets these slots."""
-        for member in self._members:
-            member.release(slots)
+    return batch.adjustments is None and is_constrained and is_masked
 
 
 class NoDraft(Proposer):

@@ -176,11 +176,6 @@ class LearnedHead(Proposer):
         """Whether the head has."""
         return self._vocabulary is not None
 
-    @property
-    def has_options(self) -> bool:
-        """It knows its scores."""
-        return True
-
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
@@ -234,8 +229,8 @@ class LearnedHead(Proposer):
         whole, slots, count = self._whole, batch.slots, batch.num_draft_tokens
         if whole is None:
             return False
-        is_best = drafts_best(batch, lookahead, self._policy)
-        is_masked = not is_best and drafts_masked(batch, lookahead, self._policy)
+        is_best = drafts_best(batch, self._policy)
+        is_masked = not is_best and drafts_masked(batch, self._policy)
         masked = self._masked if is_masked else None
         if masked is None and not is_best:
             return False

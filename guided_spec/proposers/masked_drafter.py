@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,9 @@ from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.ops.mailbox import Answer, Mailbox, Told, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
-from guided_spec.ops.sampling.likely_tokens import LISTED, list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.ops.table_rows import CURSOR, SOURCE
-from guided_spec.ops.trees.token_tree import tree_share
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
@@ -66,14 +64,12 @@ class DraftBuffers(NamedTuple):
     ids: int64 [K, R], 0 where there is none. sources: int64 [K + 1, R], where the rows of tables
     lie, see ``Lookahead.leave``. probs: float32 [K, R, D], None where all are greedy. rescued:
     int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary, and where all are greedy.
-    listed: int32 [K, R, 2, LISTED], see ``list_likely_tokens``; None where nobody asks.
     """
 
     ids: Tensor
     sources: Tensor
     probs: Tensor | None
     rescued: Tensor | None
-    listed: Tensor | None = None
 
 
 class MaskedTurn(NamedTuple):
@@ -212,8 +208,7 @@ class MaskedDrafter:
         self.mailbox = Mailbox(self._count, self._rows, self.words, context.device)
         is_coupled = context.config.verifier == "coupled"
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
-        self._buffers: dict[tuple[bool, bool], DraftBuffers] = {}  # is_sampled, lists
-        self._has_trees = context.config.tree_nodes > 0
+        self._buffers: dict[bool, DraftBuffers] = {}  # by whether tokens are sampled
         self.scores_at_once = head.scores_at_once
         self.held = GraphSampling()
 
@@ -233,8 +228,7 @@ class MaskedDrafter:
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self.mailbox.begin()
-        lists = turn.lookahead.wants_options
-        buffers = self._buffers_for(is_sampled=noise is not None, lists=lists)
+        buffers = self._buffers_for(is_sampled=noise is not None)
         draft = MaskedDraft(self.mailbox, turn, buffers, count, size)
         texts, sources = turn.texts, buffers.sources[: count + 1]
         if turn.needs_host and texts is not None:
@@ -242,8 +236,7 @@ class MaskedDrafter:
         elif not turn.needs_host:
             draft.release()
         cursors = None if texts is None else texts.cursors
-        length = self._head.length(count)  # behind ``count`` the device waits for nothing
-        picker = _Picker(self, ticket, length, len(slots), buffers, sampling, noise, cursors)
+        picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors)
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
         beside = None if self.scores_at_once else begin
@@ -255,29 +248,22 @@ class MaskedDrafter:
         return draft
 
     def capture(self) -> Iterator[None]:
-        """Capture the graphs of drafts: greedy, sampled, and with filters; for trees and chains."""
-        for lists in (False, True)[: 1 + self._has_trees]:
-            yield from self._capture(lists=lists)
-
-    def _capture(self, *, lists: bool) -> Iterator[None]:
+        """Capture the graphs of drafts: greedy, sampled, and with filters."""
         for size in self._head.row_sizes:
-            if lists and not tree_share(size // 2 + 1, self._count):
-                continue  # so many drafts are chains, and no size is more than twice the one below
             for params in KINDS:
                 sampling = Sampling.stack([params] * size, [0] * size, self._device)
                 noise = None
                 if not sampling.all_greedy:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
-                buffers = self._buffers_for(is_sampled=noise is not None, lists=lists)
-                picker = _Picker(self, 0, self._count, size, buffers, sampling, noise)
+                buffers = self._buffers_for(is_sampled=noise is not None)
+                picker = _Picker(self, 0, size, buffers, sampling, noise)
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
                     yield
 
-    def _buffers_for(self, *, is_sampled: bool, lists: bool) -> DraftBuffers:
-        key = (is_sampled, lists)
-        if key not in self._buffers:
+    def _buffers_for(self, *, is_sampled: bool) -> DraftBuffers:
+        if is_sampled not in self._buffers:
             depths, rows = self._count, self._rows
             # Tokens from the start, also where kernels are only being compiled.
             ids = torch.zeros(2, depths, rows, dtype=torch.int64, device=self._device)
@@ -285,43 +271,29 @@ class MaskedDrafter:
             width = self._vocab_size if self.target_ids is None else len(self.target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
             rescued = ids[1] if is_sampled and self.target_ids is not None else None
-            listed = None
-            if lists:
-                listed = ids.new_full((depths, rows, 2, LISTED), -1, dtype=torch.int32)
-            self._buffers[key] = DraftBuffers(ids[0], sources, probs, rescued, listed)
-        return self._buffers[key]
-
-
-class _Scored(NamedTuple):
-    """What a token was drawn from: logits [R, D] and the mask int32 [R, W] over target tokens."""
-
-    logits: Tensor
-    mask: Tensor
+            self._buffers[is_sampled] = DraftBuffers(ids[0], sources, probs, rescued)
+        return self._buffers[is_sampled]
 
 
 @dataclass(eq=False, slots=True)
 class _Picker:
     """See ``guided_spec.models.packed.whole_drafts.Picker``.
 
-    depths: tokens that the graph drafts. rows: those that are used. cursors: int64 [rows, 6] on the
-    host, see ``TabledTexts``; None where no text has a table. scored: what the tokens so far were
-    drawn from, where they are to be listed.
+    rows: those that are used. cursors: int64 [rows, 6] on the host, see ``TabledTexts``; None where
+    no text has a table.
     """
 
     drafter: MaskedDrafter
     ticket: int
-    depths: int
     rows: int
     buffers: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
     cursors: Tensor | None = None
-    scored: list[_Scored] = field(default_factory=list)
 
     @property
     def key(self) -> Hashable:
-        lists = self.buffers.listed is not None
-        return ("masked", lists, *sampling_key(self.sampling, self.noise))
+        return ("masked", *sampling_key(self.sampling, self.noise))
 
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         given = dict[str, Tensor]()
@@ -347,18 +319,7 @@ class _Picker:
             buffers.probs[depth, :rows].copy_(drawn.probs)
         if buffers.rescued is not None and drawn.rescued is not None:
             buffers.rescued[depth, :rows].copy_(drawn.rescued)
-        if buffers.listed is not None:
-            self._list(buffers.listed[: self.depths, :rows], _Scored(logits, mask))
         return ids
 
     def found(self, picked: list[Tensor]) -> None:
         del picked  # they are in the buffers
-
-    def _list(self, listed: Tensor, scored: _Scored) -> None:
-        """All at once, behind the last token: the kernels are many, and small."""
-        self.scored.append(scored)
-        if len(self.scored) == self.depths:
-            logits, mask = (torch.cat(parts) for parts in zip(*self.scored, strict=True))
-            found = list_likely_tokens(logits, mask, self.drafter.target_ids)
-            listed.copy_(found.view(listed.shape))
-            self.scored.clear()

@@ -149,13 +149,13 @@ def test_the_command(work: Path, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     where = ["--work", str(work), "--device", "cpu", "--dtype", "float32", "--output", str(output)]
     sizes = ["--documents", "1=1", "--temperatures", "0", "--max-tokens", "4", "-k", "3"]
-    asked = [*where, *sizes, "--parts", "documents", "--engines", "none,dspark,dspark/9"]
+    asked = [*where, *sizes, "--parts", "documents", "--engines", "none,dspark,dspark@2"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["documents"]
     assert [(row["engine"], row["workload"]) for row in rows] == [
         (engine, workload)
-        for engine in ("none", "dspark", "dspark/9")
+        for engine in ("none", "dspark", "dspark@2")
         for workload in ("json", "free")
     ]
     assert "dspark" in result.stdout

@@ -60,7 +60,7 @@ def sampled(**changes: Any) -> SamplingParams:
     return SamplingParams(**values)
 
 
-TREE, TABLES = {"tree_nodes": 15}, {"grammar_tables": "always"}
+TABLES = {"grammar_tables": "always"}
 CASES = {
     "penalties, a chain, a table": Case(
         "chain:grammar_forced+draft_model", sampled(**PENALTIES), TABLES
@@ -68,12 +68,12 @@ CASES = {
     "penalties, forced at starts, a head's tables": Case(
         "chain:grammar_forced:start+eagle3", sampled(**PENALTIES, grammar=BEGUN), TABLES
     ),
-    "biases, a tree": Case("dflash", sampled(logit_bias={66: 1.0, 67: -1.0}), TREE),
-    "penalties, top-p, a tree of a loop": Case(
-        "eagle3", sampled(**PENALTIES, temperature=0.8, top_p=0.95), TREE
+    "biases, a block": Case("dflash", sampled(logit_bias={66: 1.0, 67: -1.0}), {}),
+    "penalties, top-p, a loop": Case(
+        "eagle3", sampled(**PENALTIES, temperature=0.8, top_p=0.95), {}
     ),
     "min-p, a block": Case("dspark", sampled(min_p=0.1), {}),
-    "a budget's end, a tree": Case("dflash", sampled(grammar=LONG, max_tokens=4), TREE),
+    "a budget's end, a block": Case("dflash", sampled(grammar=LONG, max_tokens=4), {}),
     "a budget's end, few draft tokens": Case("eagle3", sampled(grammar=LONG, max_tokens=4), {}),
 }
 

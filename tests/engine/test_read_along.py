@@ -21,7 +21,6 @@ from guided_spec.engine.target import ALONG, SlotTarget, tokens_along
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
-from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
@@ -287,9 +286,6 @@ def test_who_joins_keeps_no_head_from_reading_ahead(
     assert any(0 < read < batch for read, batch in sizes)
 
 
-CASES = [("llama", False), ("llama", True), ("qwen3_next", False)]
-
-
 class Known(NamedTuple):
     """A draft of these tokens, as ``SlotTarget`` reads it."""
 
@@ -298,15 +294,14 @@ class Known(NamedTuple):
     answer: None = None
 
 
-@pytest.mark.parametrize(("name", "drafts_trees"), CASES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 @torch.inference_mode()
-def test_a_row_is_what_two_forwards_give(name: str, *, drafts_trees: bool) -> None:
+def test_a_row_is_what_two_forwards_give(name: str) -> None:
     """Slots 2 and 0 begin behind what is left of their prompts, slot 1 goes on, 3 only reads."""
     model, slots = tiny_model(name), (0, 1, 2)
     texts = prompts_of([9, 6, 30], 300, 0)
     drafts, most = torch.tensor([[0, 0], [7, 8], [9, 0]]), (0, 2, 1)
-    tree = TokenTree.of([[], [0, 0], [0]], 2) if drafts_trees else None
-    known: Any = Known(Draft(drafts, torch.tensor(most), tree=tree), most)
+    known: Any = Known(Draft(drafts, torch.tensor(most)), most)
     begun = [PromptPiece(1, 0, texts[1][:-1]), PromptPiece(2, 0, texts[2][:10])]
     rest = [PromptPiece(2, 10, texts[2][10:-1]), PromptPiece(3, 0, [5, 6, 7])]
     rest.append(PromptPiece(0, 0, texts[0][:-1]))

@@ -65,7 +65,6 @@ WITHOUT_HEADS = (
 HEADS = ("eagle3", "dflash", "dspark", "p_eagle", "dflash2", "mtp", "eagle")
 HYBRID = "qwen3_5_mtp"  # a head of the hybrid target
 STOCK_HEADS = ("deepseek_mtp", "glm4_moe_mtp")
-GROWING = ("draft_model", *HEADS)  # whose drafts may be trees
 
 
 class Ask(NamedTuple):
@@ -135,9 +134,6 @@ def draw(seed: int) -> Workload:
         "kernels": kernels,
         "grammar_tables": dice.choice(["off", "off", "always", "auto"]),
     }
-    can_grow = kernels != "stock" and proposer.split(":")[0] in GROWING and "qwen3_5" not in target
-    if can_grow and target not in STOCK_HEADS and dice.random() < 0.4:
-        options["tree_nodes"] = dice.choice([3, 15, 40])
     late = dice.choice([1, 2, 3]) if options["grammar_tables"] == "auto" else None
     blocks = dice.choice([None, 4, 5, 6, 8]) if kernels != "stock" else None
     is_long = blocks is not None and dice.random() < 0.6

@@ -158,23 +158,6 @@ def test_a_loop_that_walks_along_tables_drafts_the_same(
         assert not any(output.stats.device_steps for output in expected)
 
 
-@pytest.mark.parametrize("at_a_time", [1, 3])
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle", "eagle3", "mtp"])
-def test_trees_write_what_plain_decoding_writes(
-    tmp_path: Path, method: str, at_a_time: int
-) -> None:
-    """In CUDA graphs, behind forced text too; greedy, and drawn by the target's own draws."""
-    headed = on_cuda(tmp_path / "head", method, torch.float32)
-    for temperature in (0.0, 0.8):
-        options: dict[str, Any] = {"max_batch_size": at_a_time, "verifier": "coupled"}
-        plain = generate(headed, "none", temperature, **options)
-        for proposer in (method, f"chain:grammar_forced+{method}"):
-            found = generate(headed, proposer, temperature, tree_nodes=15, **options)
-            assert [output.error for output in found] == [None] * len(found)
-            assert [output.token_ids for output in found] == [one.token_ids for one in plain]
-            assert sum(sum(output.stats.accepted) for output in found) > 2
-
-
 @pytest.mark.parametrize(("vocab_size", "draft_size"), [(12, 5), (4097, 1000), (151_669, 32_000)])
 def test_masks_are_translated_alike(vocab_size: int, draft_size: int) -> None:
     generator = torch.Generator().manual_seed(0)

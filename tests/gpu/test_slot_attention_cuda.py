@@ -10,7 +10,6 @@ import torch
 from guided_spec.ops.attention.slot_attention import slot_attention
 from guided_spec.ops.linear.experts import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
-from tests.ops.trees.branches import compare as compare_branches
 from tests.slot_lines import Alike, Case, Span, Unused, kept_positions, make, places_of
 
 pytestmark = pytest.mark.gpu
@@ -115,29 +114,6 @@ def test_texts_that_begin_alike(batch: int, tokens: int, block: int, dtype: torc
     given = Case(8, 4, 128, 300, block, spans, Unused(3, 2), alike=alike)
     for has_sinks in (False, True):
         compare(given._replace(has_sinks=has_sinks), dtype, tokens)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 3, 100])
-@pytest.mark.parametrize("batch", [1, 7, 64])
-def test_trees(batch: int, window: int | None, dtype: torch.dtype) -> None:
-    """Rows of up to 33 tokens, each behind one of those before it; some are chains."""
-    given = case(batch, (32, 8), 33, 128, window)
-    source = torch.Generator().manual_seed(batch)
-
-    def parents(length: int) -> tuple[int, ...]:
-        drawn = torch.rand(max(length - 1, 0), generator=source).tolist()
-        return tuple(int(share * (at + 1)) for at, share in enumerate(drawn))
-
-    trees = tuple(
-        parents(span.length) if at % 3 else tuple(range(max(span.length - 1, 0)))
-        for at, span in enumerate(given.spans)
-    )
-    compare(given._replace(parents=trees), dtype, 33)
-
-
-def test_a_branch_is_kept() -> None:
-    compare_branches(CUDA)
 
 
 @pytest.mark.parametrize(("width", "view"), [(None, 1), (4, 64), (1, 1000)])

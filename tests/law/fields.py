@@ -31,7 +31,6 @@ class Fields:
         self._is_open = limits > 0
         self._is_held = False
         self.turns: list[Any] = []  # one proposer makes the whole draft
-        self.wants_options = False  # and it stays a chain
 
     def tabled(self, requests: Sequence[int], ahead: int) -> None:
         """No text has a table on the device."""

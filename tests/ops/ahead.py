@@ -1,8 +1,7 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, products with fp8 weights, steps of experts and along tables, and attention of
-chains and trees.
+masks of all kinds, products with fp8 weights, steps of experts and along tables, and attention.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.trees.kept_branch_triton import keep_branch
 from guided_spec.types import Draft, SamplingParams
 
 CPU = torch.device("cpu")
@@ -190,17 +188,14 @@ def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: G
         experts_triton.close_experts(opened, routes, in_fp8)
 
 
-def attend(*, is_tree: bool) -> None:
-    """Likewise, in one layer, over seven tokens in two rows; a branch of theirs is kept."""
+def attend() -> None:
+    """Likewise, in one layer, over seven tokens in two rows."""
     line, rows = torch.zeros(2, 7, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
     buffers = KeyValues(*torch.empty(2, 4, 2, 64, 128, dtype=torch.bfloat16))
     tables = torch.zeros(2, 4, dtype=torch.int32)
     query = torch.empty(7, 8, 128, dtype=torch.bfloat16)
-    tree = line if is_tree else None
-    places = SlotPlaces(line, rows, tables, 255, width=4, view=256, tree=tree)
+    places = SlotPlaces(line, rows, tables, 255, width=4, view=256)
     slot_attention(query, None, buffers, places, scale=1.0)
-    if is_tree:
-        keep_branch(line[0, :2], buffers.keys, tables, line[:, :2], line)
 
 
 def compile_for(hopper: Hopper) -> Counter[str]:
@@ -238,8 +233,7 @@ def main() -> None:
         turn(QkvShape(16, 4, 256, has_gates=True), 4)
         for count in (1, 3, 64, 256):
             follow_tables(count)
-        for is_tree in (False, True):
-            attend(is_tree=is_tree)
+        attend()
     assert hopper.loaded == {"guided-spec-compile": made.total()}, hopper.loaded
     sys.stdout.write(json.dumps(made) + "\n")
 

@@ -65,7 +65,7 @@ def installed() -> Any:
 @given(cases(70, [8, 16]))
 def test_it_gives_what_the_reference_gives(case: Case) -> None:
     spans = [one for one in case.spans if one.start + one.length <= case.max_length]
-    plain = case._replace(spans=spans, window=None, has_sinks=False, alike=(), parents=())
+    plain = case._replace(spans=spans, window=None, has_sinks=False, alike=())
     data = make(plain)
     used = data.places.tokens[0] >= 0
     store_keys_values(data.new, data.buffers, data.places)
@@ -75,7 +75,7 @@ def test_it_gives_what_the_reference_gives(case: Case) -> None:
 
 
 def test_what_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only long lines of chains on a device of its own, whatever is installed."""
+    """Only long lines on a device of its own, whatever is installed."""
     case = Case(2, 2, 16, 4000, 64, [])
     data = make(case)
     places = replace(data.places, fits=True)
@@ -89,4 +89,3 @@ def test_what_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.serves(query, buffers, replace(places, width=len(query) - 1))
     assert not module.serves(query, buffers, data.places)
     assert not module.serves(query.float(), buffers, places)
-    assert not module.serves(query, buffers, replace(places, tree=torch.zeros(2, len(query))))

@@ -42,9 +42,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_fold_rows": 2,  # short rows, and long ones
         "_keep_and_gate": 1,
         "_rotate": 2,  # whole heads, and parts beside gates
-        "_attend": 2,  # of chains, and of trees
-        "_combine": 2,
-        "_move": 1,
+        "_attend": 1,
+        "_combine": 1,
         "_await": 2,  # of up to 64 texts, and of more
         "_copy": 2,  # to rows that hold anything, and to others
         "_answer": 2,  # of the target's own vocabulary, and of a reduced one

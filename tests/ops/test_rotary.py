@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -44,7 +43,7 @@ for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
             part = 4 if shape.has_gates and norms is not None else 1
-            packed, rotation, places = make(shape, spans, block, is_tree=norms is None, part=part)
+            packed, rotation, places = make(shape, spans, block, part=part)
             buffers, expected = empty(shape, places, block), empty(shape, places, block)
             turned = packed.clone()
             rotate_and_store(turned, rotation, shape, norms, expected, places)
@@ -73,14 +72,11 @@ def make(
     spans: list[Span] = SPANS,
     block: int = 4,
     *,
-    is_tree: bool = False,
     part: int = 1,
 ) -> Given:
     torch.manual_seed(len(spans))
     unused = Unused(2, 1)
     places = places_of(spans, make_tables(NUM_SLOTS, LENGTH, block), LENGTH, unused)
-    if is_tree:  # tokens stand for other positions than those where they are kept
-        places = replace(places, tree=torch.stack([places.tokens[1] // 2, places.tokens[0]]))
     packed = torch.randn(places.tokens.shape[1], shape.width)
     cos, sin = (torch.randn(LENGTH, -(-shape.size // part // 2)).repeat(1, 2) for _ in range(2))
     return Given(packed, Rotation(cos, sin), places)
@@ -93,12 +89,9 @@ def empty(shape: QkvShape, places: SlotPlaces, block: int = 4) -> KeyValues:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("part", PARTS)
-def test_it_is_what_transformers_computes(
-    shape: QkvShape, *, has_norms: bool, is_tree: bool, part: int
-) -> None:
-    packed, rotation, places = make(shape, is_tree=is_tree, part=part)
+def test_it_is_what_transformers_computes(shape: QkvShape, *, has_norms: bool, part: int) -> None:
+    packed, rotation, places = make(shape, part=part)
     heads = packed.clone().view(1, len(packed), -1, shape.size)
     queries = shape.stride * shape.queries
     query, key, value = heads.split([queries, shape.keys, shape.keys], 2)

@@ -19,14 +19,12 @@ from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.lookahead import Scored as Options
 from guided_spec.models.heads.block import runner as block_runner
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.ops import mailbox
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.rejection import dense_probs
-from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
@@ -108,7 +106,6 @@ class Drafted(NamedTuple):
     draft: Draft
     drafted: list[list[int]]
     starved: list[int]
-    options: list[dict[int, Options]]
 
 
 @pytest.fixture(scope="module", params=["eagle3", "dflash", "dspark", "p_eagle"])
@@ -170,13 +167,11 @@ def draft(
     given: Sequence[int] = (0, 0, 0),
     *,
     is_waiting: bool,
-    wants_options: bool = False,
 ) -> Drafted:
     """given: legal tokens that the drafts hold before."""
     proposer = build(headed, is_waiting=is_waiting)
     batch = make_batch(proposer, temperatures, limits)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    lookahead.wants_options = wants_options
     every = tuple(range(VOCAB_SIZE))
     lookahead.extend_best([[every] * length for length in given])
     assert proposer.ends_chains == is_waiting
@@ -184,7 +179,7 @@ def draft(
     found = flight.finish()
     lengths = found.num_tokens.tolist()
     assert all(length <= most for length, most in zip(lengths, flight.most, strict=True))
-    return Drafted(found, lookahead.drafted, lookahead.starved, lookahead.options)
+    return Drafted(found, lookahead.drafted, lookahead.starved)
 
 
 @pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
@@ -273,48 +268,19 @@ def test_the_same_draft_behind_what_is_given(
             assert found.draft.num_tokens[row] == min(K, limit) - length
 
 
-@TEMPERATURES
-def test_the_same_options_of_free_texts(
-    headed: Headed, monkeypatch: pytest.MonkeyPatch, temperatures: Sequence[float]
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "RULES", [None] * 3)
-    compare(headed, temperatures, (3, 1, 2), (0, 0, 0))
-
-
 def compare(
     headed: Headed,
     temperatures: Sequence[float],
     limits: Sequence[int],
     given: Sequence[int],
 ) -> Drafted:
-    """The draft of a graph that waits, which is that of the loop, with options and without."""
-    for wants_options in (True, False):
-        one, other = (
-            draft(
-                *(headed, temperatures, limits, given),
-                is_waiting=is_waiting,
-                wants_options=wants_options,
-            )
-            for is_waiting in (True, False)
-        )
-        check_same(one, other)
-        check_options(one, other, given, wants_options=wants_options)
+    """The draft of a graph that waits, which is that of the loop."""
+    one, other = (
+        draft(headed, temperatures, limits, given, is_waiting=is_waiting)
+        for is_waiting in (True, False)
+    )
+    check_same(one, other)
     return one
-
-
-def check_options(
-    found: Drafted, expected: Drafted, given: Sequence[int], *, wants_options: bool
-) -> None:
-    """Those at the places that were drafted."""
-    for row, (start, tokens) in enumerate(zip(given, expected.drafted, strict=True)):
-        options, own = found.options[row], expected.options[row]
-        assert wants_options or not options
-        for depth in range(start, len(tokens)) if wants_options else ():
-            one, other = (
-                {token: score for token, score in zip(*place, strict=True) if token >= 0}
-                for place in (options[depth], own[depth])
-            )
-            assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
 
 
 def check_same(found: Drafted, expected: Drafted) -> None:
@@ -479,27 +445,6 @@ def test_a_device_that_waits_in_vain_changes_no_text(
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     starts = sum(len(output.stats.drafted) > 0 for output in drafted)
     assert starts == len(PROMPTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_trees_around_such_drafts_change_no_text(
-    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, spec: str
-) -> None:
-    monkeypatch.setattr(learned_head, "can_share", lambda _: True)
-    grown, of = list[int](), TokenTree.of
-
-    def counted(parents: Any, width: int) -> TokenTree:
-        grown.append(width)
-        return of(parents, width)
-
-    monkeypatch.setattr(TokenTree, "of", counted)
-    plain = generate(headed_llm, "none", temperature, verifier="coupled")
-    found = generate(headed_llm, spec, temperature, verifier="coupled", tree_nodes=12)
-    assert [output.error for output in found] == [None] * len(PROMPTS)
-    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
-    assert max(grown) == 12
 
 
 def generate(

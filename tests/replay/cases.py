@@ -236,13 +236,6 @@ HEADS = (
         waves=[[ask(MARIA, JSON)]],
         options={"verifier": "coupled"},
     ),
-    Case(
-        name="tree",
-        proposer="dflash",
-        head="dflash",
-        waves=[SHORT],
-        options={"kernels": "packed", "tree_nodes": 15},
-    ),
 )
 CHAINS = (
     Case(

@@ -140,14 +140,12 @@ def _rows(
 ) -> Iterator[SeenRow]:
     counts = draft.num_tokens.tolist()
     for request, key in enumerate(rows.sampling.seeds.tolist()):
-        places = list(range(1, counts[request] + 1))
-        if accepted.path is not None:  # of a tree, the branch that was gone along
-            places = [place for place in accepted.path[request].tolist() if place >= 0]
-        tokens = [int(draft.token_ids[request, place - 1]) for place in places]
+        tokens = draft.token_ids[request, : counts[request]].tolist()
         num_accepted = int(accepted.num_accepted[request])
         masks: tuple[str, ...] = ()
         if bitmask is not None:
-            masks = tuple(mask_hash(bitmask[request, at], vocab_size) for at in [0, *places])
+            rows_of = bitmask[request, : counts[request] + 1]
+            masks = tuple(mask_hash(row, vocab_size) for row in rows_of)
         yield SeenRow(key, tuple(tokens), tuple(tokens[:num_accepted]), masks)
 
 

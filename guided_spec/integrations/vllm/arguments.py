@@ -63,7 +63,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_forced_tokens": ((), "drafts have num_draft_tokens at most: leave it out"),
     "quantization_config": ((), "pass engine_options={'quantization': ...}"),
     "tp_plan": ((), "pass tensor_parallel_size"),
-    "tree_nodes": ((0,), "vLLM verifies chains: leave it out"),
     "verifier": (("rejection",), "vLLM verifies by rejection: leave it out"),
 }
 _TAKEN = {theirs: ours for ours, theirs in RENAMED.items()} | {

@@ -8,7 +8,7 @@ are: their launches take less time than their kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -24,10 +24,9 @@ from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
-from guided_spec.ops.attention.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
-from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
 # Groups of texts that begin alike, in a forward of so many tokens that reads such beginnings once.
 # Where fewer positions of a layer are saved, launches for it take longer than reading them again.
@@ -41,15 +40,11 @@ class Rows(NamedTuple):
     """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
 
     The rows' own tokens stand in one line, ``counts`` of each; each row is in a slot of its own.
-
-    tree: int64 [2, n], of the first n tokens of the line: how many tokens of its row each one
-    follows, and which, see ``SlotPlaces.tree``; None where all are chains.
     """
 
     slots: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
-    tree: NDArray[np.int64] | None = None
 
     def spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N]: of [B], each row's value for each of its tokens."""
@@ -92,21 +87,10 @@ class Rows(NamedTuple):
         rows[2, :batch] = np.cumsum(counts)
         return places
 
-    def grown(self, size: int) -> NDArray[np.int64]:
-        """``SlotPlaces.tree`` with room for ``size`` tokens, flat; behind ``tree`` are chains."""
-        assert self.tree is not None
-        total, known = sum(self.counts), self.tree.shape[1]
-        found = np.zeros((2, size), dtype=np.int64)
-        starts, steps = self.spread(np.array(self.starts)), self.steps()
-        steps[:known] = self.tree[0]
-        found[0, :total], found[1, :total] = starts + steps, CHAIN
-        found[1, :known] = self.tree[1]
-        return found.flatten()
-
     def alike(self, tables: Tables) -> tuple[Alike, ...]:
         """Groups of slots whose rows all stand behind what the slots have in common; if it pays."""
         starts: dict[int, int] = {}
-        for slot, start, count in zip(*self[:3], strict=True):
+        for slot, start, count in zip(*self, strict=True):
             if slot >= 0 and count > 0:
                 starts[slot] = min(start, starts.get(slot, start))
         found = (
@@ -160,14 +144,13 @@ class LineShape(NamedTuple):
     """What a forward of so many tokens has room for; one of few, as kernels are compiled for each.
 
     size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotPlaces``.
-    num_groups: of texts that begin alike. is_tree: whether rows may be trees.
+    num_groups: of texts that begin alike.
     """
 
     size: int
     num_rows: int
     width: int
     num_groups: int = 0
-    is_tree: bool = False
 
     @classmethod
     def of(
@@ -268,9 +251,6 @@ class PackedLM:
         }
         if groups:
             inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
-        if rows.tree is not None:
-            shape = shape._replace(is_tree=True)
-            inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
         fits = shape.is_long and rows.fit(self._tables.max_length)
         body = partial(self._compute, shape.width, layers, fits=fits)
         if self._graphs is None:
@@ -304,42 +284,25 @@ class PackedLM:
         """``LineOutput.states`` [..., H] to logits [..., V]."""
         return self._decoder.logits(states)
 
-    def keep_branch(self, slots: Sequence[int], starts: Sequence[int], path: Tensor) -> None:
-        """Of the trees that a forward read, keep one branch each; nothing waits for the device.
-
-        slots, starts: [B], of the forward. path: int64 [B, D] on the device, see ``keep_branch``.
-        """
-        rows = to_device([list(slots), list(starts)], self._device)
-        for group in self._groups:
-            keep_branch(group, self._tables.tables, rows, path)
-
-    @cached_property
-    def _groups(self) -> tuple[LayerMemory, ...]:
-        return LayerMemory.group(self.key_values)
-
-    def capture(self, layers: tuple[int, ...], *, has_trees: bool = False) -> Iterator[None]:
+    def capture(self, layers: tuple[int, ...]) -> Iterator[None]:
         """Capture the graphs of forwards of any size that has one, one at each ``next``.
 
         The largest come first: the others then find their memory. Those that have none run once.
-        has_trees: also those over trees.
         """
         if self._graphs is None:
             return
-        none, graphs = Rows((), (), (), np.zeros((2, 0), dtype=np.int64)), self._graphs
-        sizes, trees = (*graphs.beyond, *reversed(graphs.sizes)), (False, True)[: 1 + has_trees]
-        for size, num_groups, is_tree in product(sizes, (0, MOST_GROUPS), trees):
+        none, graphs = Rows((), (), ()), self._graphs
+        sizes = (*graphs.beyond, *reversed(graphs.sizes))
+        for size, num_groups in product(sizes, (0, MOST_GROUPS)):
             if num_groups and size < SHARED_FROM:
                 continue
             shape = LineShape.of(size, 0, self._room, graphs.sizes, num_groups=num_groups)
-            shape = shape._replace(is_tree=is_tree)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(none.places(size, shape.num_rows)),
             }
             if num_groups:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
-            if is_tree:
-                inputs["tree"] = torch.from_numpy(none.grown(size))
             key = (shape, layers) if graphs.has(size) else None
             body, kinds = (
                 partial(compute, shape.width, layers, fits=shape.is_long)
@@ -376,6 +339,5 @@ class PackedLM:
         lines, shared = split_places(inputs["places"], size), None
         if "shared" in inputs:
             shared = SharedPositions(*split_places(inputs["shared"], size))
-        tree = inputs["tree"].view(2, -1) if "tree" in inputs else None
         tables, most = self._tables.tables, self._tables.max_length
-        return SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree, fits=fits)
+        return SlotPlaces(*lines, tables, most, width, shared=shared, fits=fits)

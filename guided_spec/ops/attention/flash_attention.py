@@ -33,9 +33,9 @@ def serves(query: Tensor, buffers: KeyValues, places: SlotPlaces) -> bool:
     """Whether it takes a line [N, Hq, D] of the keys and values in these buffers."""
     width = len(query) if places.width is None else places.width
     is_long = width >= LEAST_WIDTH and query.shape[2] % 8 == 0
-    is_chain = places.fits and places.tree is None and places.shared is None
+    is_plain = places.fits and places.shared is None
     has_dtype = query.dtype == buffers.keys.dtype and query.dtype in DTYPES
-    return is_long and is_chain and has_dtype and query.is_cuda and is_installed()
+    return is_long and is_plain and has_dtype and query.is_cuda and is_installed()
 
 
 def flash_attention(
@@ -43,7 +43,7 @@ def flash_attention(
 ) -> Tensor:
     """[N, Hq, D]: ``slot_attention`` of tokens whose keys and values are in the blocks.
 
-    Arguments as there; each token sees all before it, none is in a tree or behind ``max_length``.
+    Arguments as there; each token sees all before it, none is behind ``max_length``.
     """
     pages = places.pages
     keys, values = (buffer.transpose(1, 2) for buffer in buffers)

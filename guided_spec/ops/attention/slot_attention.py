@@ -25,9 +25,7 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
 
-CHAIN = -1  # of ``SlotPlaces.tree``: a token that sees all before it
 MOST_IN_PLACE = 32  # queries of a head of keys; for more, torch's attention over a copy is faster
-MAX_TREE = 64  # tokens of a row that is a tree: bits of an int64
 
 
 class KeyValues(NamedTuple):
@@ -74,11 +72,6 @@ class SlotPlaces:
         CUDA kernels divide the work. They change no result. None: as many as there can be.
     shared: where texts begin alike; None: each is read by itself.
     fits: whether it is known that no token goes behind ``max_length``.
-    tree: int64 [2, N], where rows are trees of tokens; None: every token follows the one before it.
-        The position in its text that each token stands for, counted along its branch; and which
-        tokens of its row it sees, bit j for the j-th, itself among them. ``CHAIN`` stands for all
-        tokens before it. A row that is a tree has up to ``MAX_TREE`` tokens, none before the one
-        that it follows.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
@@ -94,7 +87,6 @@ class SlotPlaces:
     width: int | None = None
     view: int | None = None
     shared: SharedPositions | None = None
-    tree: Tensor | None = None
     fits: bool = False
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
@@ -104,8 +96,8 @@ class SlotPlaces:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [N]: the position in its text that each token stands for."""
-        return self.tokens[1] if self.tree is None else self.tree[0]
+        """int64 [N]: the position of each token in its text."""
+        return self.tokens[1]
 
     def stored(self, block: int) -> StoredAt:
         """Where the tokens' keys and values go, in blocks of so many positions."""
@@ -140,9 +132,8 @@ class SlotPlaces:
             # All between the first position that the first token sees and the last of the last one.
             seen = range(low, min(start + count, self.max_length))
             if count > 0 and slot >= 0 and seen:
-                tree = None if self.tree is None else self.tree[:, first:end]
                 asking = range(start, start + count)
-                visible = _visible(asking, seen, window, tree, self.rows.device)
+                visible = _visible(asking, seen, window, self.rows.device)
                 blocks = self.tables[slot, seen.start // block : -(-seen.stop // block)]
                 listed = blocks.tolist()
                 is_one_piece = listed == [*range(listed[0], listed[0] + len(listed))]
@@ -253,9 +244,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, behind p - window; zeros come out where it sees none. In a tree it sees, of the
-    positions that its row writes, those of the tokens that it follows alone, and a window counts
-    the positions that tokens stand for. An unused token writes nothing
+    a window, behind p - window; zeros come out where it sees none. An unused token writes nothing
     that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
@@ -326,24 +315,13 @@ def _attend(
     return attended
 
 
-def _visible(
-    asking: range, seen: range, window: int, tree: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all.
-
-    tree: int64 [2, T], the row's part of ``SlotPlaces.tree``.
-    """
+def _visible(asking: range, seen: range, window: int, device: torch.device) -> Tensor | None:
+    """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all."""
     if len(asking) == 1 and not window and seen.stop <= asking.start + 1:
         return None
     positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
     stored = torch.arange(seen.start, seen.stop, device=device)
     visible = stored <= positions
-    if tree is not None:
-        own = stored - asking.start  # which token of the row a position is of
-        ancestors = tree[1].unsqueeze(1)
-        visible &= (own < 0) | ((ancestors >> own.clamp(0, MAX_TREE - 1)) & 1 == 1)
-        positions = tree[0].unsqueeze(1)
-        stored = tree[0][own.clamp(0, len(asking) - 1)].where(own >= 0, stored)
     return visible & (stored > positions - window) if window else visible
 
 

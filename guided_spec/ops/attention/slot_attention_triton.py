@@ -127,7 +127,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     if is_plain and serves(query, buffers, places):
         return flash_attention(query, buffers, places, scale=scale)
     keys, values = buffers
-    tables, max_length, tree = places.tables, places.max_length, places.tree
+    tables, max_length = places.tables, places.max_length
     width = len(query) if places.width is None else places.width
     view = max_length if places.view is None else places.view
     window = window or 0
@@ -148,7 +148,6 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     lines = 0 if shared_by is None else _lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
     sunk = (query if sinks is None else sinks, sinks is not None)
-    grown = (rows if tree is None else tree.contiguous(), tree is not None)
 
     def attend(of: Tensor, how: Tiling, stage: int) -> Parts | None:
         """One pass over the rows or groups ``of``; None where it wrote the output itself."""
@@ -156,10 +155,10 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
         tiled = _tiles(keys, values, how, window)
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
-            *(query, keys, values, *(tiled or (None, None)), of, *shared, grown[0], output),
+            *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
             *(*query.stride()[:2], how.halvings, *fixed, _lines(of), lines, how.rows, how.block),
-            *(window, sunk[1], grown[1] and stage != SHARED, tiled is not None, stage, is_whole),
+            *(window, sunk[1], tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )
@@ -186,7 +185,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
             launch(_combine, (count, heads), query)(
                 *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
                 *(tile.halvings, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
-                *(*of_shared, window, sunk[1], grown[1]),
+                *(*of_shared, window, sunk[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
     return output
@@ -309,7 +308,6 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
-    TREE: tl.constexpr,
 ):
     """The positions [low, end) that a tile sees below the limit, and a split's share of them.
 
@@ -318,7 +316,7 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
     end = tl.minimum(start + last + 1, limit)
     if WINDOW > 0:
-        first = start if TREE else start + tile * ROWS // GROUP
+        first = start + tile * ROWS // GROUP
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
     return low, end, (blocks + (1 << halvings) - 1 >> halvings) * BLOCK
@@ -339,36 +337,10 @@ def _places(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _visible(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    tree,
-    count,
-    token,
-    num_tokens,
-    start,
-    stored,
-    is_there,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Which of the positions ``stored`` the tokens of a row see: [ROWS, BLOCK].
-
-    tree: from the row's first token on.
-    """
-    behind = (start + token)[:, None] - stored[None, :]  # how far behind the query it is
+def _visible(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of the positions ``stored`` each query sees from its own: [ROWS, BLOCK]."""
+    behind = position[:, None] - stored[None, :]  # how far behind the query it is
     visible = (behind >= 0) & is_there[None, :]
-    if TREE:
-        own = stored - start  # which token of the row a position is of
-        asked = token < num_tokens
-        ancestors = tl.load(tree + count + token, mask=asked, other=0)
-        bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
-        is_before = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
-        visible = visible & ((own < 0)[None, :] | is_before)
-        if WINDOW > 0:
-            of_row = is_there & (own >= 0)
-            stands = tl.load(tree + own, mask=of_row, other=0)
-            stands = tl.where(of_row, stands, stored.to(tl.int64))
-            position = tl.load(tree + token, mask=asked, other=0)
-            behind = position[:, None] - stands[None, :]
     if WINDOW > 0:
         visible = visible & (behind < WINDOW)
     return visible
@@ -386,7 +358,6 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     groups,
     count,
     num_groups,
-    tree,
     output,
     partial,
     lse,
@@ -410,7 +381,6 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    TREE: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGE: tl.constexpr,
     IS_ONLY: tl.constexpr,
@@ -427,7 +397,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
         limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
         low, end, share = _span(
-            low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW, TREE
+            low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
         )
         low += split * share
         end = tl.minimum(low + share, end)
@@ -444,7 +414,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
         gathered = tl.zeros([ROWS, PADDED], tl.float32)
         table, whole = tables + slot * table_row, low
         if WHOLE:  # what every query of the tile sees takes no mask
-            whole = tl.minimum(start + 1 + (0 if TREE else within_row * ROWS // GROUP), end)
+            whole = tl.minimum(start + 1 + within_row * ROWS // GROUP, end)
             whole = low + tl.maximum(whole - low, 0) // BLOCK * BLOCK
             for first in range(low, whole, BLOCK):
                 found = tl.load(table + first // POSITIONS) * HEADS + tl.program_id(1)
@@ -468,9 +438,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             place = (place * WIDTH)[:, None] + column
             tiled = tl.load(keys + place, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
-            visible = _visible(
-                tree + first_token, count, token, num_tokens, start, stored, is_there, TREE, WINDOW
-            )
+            visible = _visible(start + token, stored, is_there, WINDOW)
             scores = tl.where(visible, scores, -1e30)
             higher = tl.maximum(top, tl.max(scores, 1))
             probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
@@ -546,7 +514,6 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     SHARED_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Weighs the parts of one query by the sums that each of them found.
@@ -566,7 +533,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
     low, end, share = _span(
-        low, start, max_length, tile, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW, TREE
+        low, start, max_length, tile, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
     )
     column = tl.arange(0, PADDED)
     part = tl.arange(0, PARTS)

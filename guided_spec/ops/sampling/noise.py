@@ -111,22 +111,20 @@ class NoiseKeys(NamedTuple):
     seeds: Tensor
     positions: Tensor
 
-    def draw(self, offsets: Tensor, depth: int, columns: int, *, at_each: bool) -> Noise:
-        """The noise of a step.
+    def draw(self, num_draft: int, columns: int, *, at_each: bool) -> Noise:
+        """The noise of a step whose draft has ``num_draft`` tokens.
 
-        offsets: int64 [B or 1, N], which of the numbers behind the next position's accept the N
-            draft tokens. depth: the most of them behind one another.
-        at_each: whether ``sample`` is [B, depth + 1, columns], that of each position; else it is
-            that of the next one, [B, columns].
+        at_each: whether ``sample`` is [B, num_draft + 1, columns], that of each position; else it
+            is that of the next one, [B, columns].
         """
         seeds, first = self
-        accept = uniform_noise(seeds, first.unsqueeze(1) + offsets, Stream.ACCEPT)
+        positions = first.unsqueeze(1) + torch.arange(num_draft + 1, device=seeds.device)
+        accept = uniform_noise(seeds, positions[:, :-1], Stream.ACCEPT)
         if not at_each:
             return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, columns))
-        positions = first.unsqueeze(1) + torch.arange(depth + 1, device=seeds.device)
-        repeated = seeds.repeat_interleave(depth + 1)
+        repeated = seeds.repeat_interleave(num_draft + 1)
         sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, columns)
-        return Noise(accept, sample.view(len(seeds), depth + 1, -1))
+        return Noise(accept, sample.view(len(seeds), num_draft + 1, -1))
 
 
 class DraftNoise(NamedTuple):

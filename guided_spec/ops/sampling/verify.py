@@ -21,7 +21,6 @@ from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.rejection import draw, rejection_sample
-from guided_spec.ops.sampling.tree import verify_tree
 from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise
 
@@ -50,17 +49,15 @@ KERNEL_VERIFIERS = frozenset({"rejection", "coupled"})
 
 
 def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:
-    """Accept a prefix of every row's draft, or a branch of a tree, and draw one more token.
+    """Accept a prefix of every row's draft, and draw one more token.
 
     logits: [B, K + 1, V] float32, bfloat16 or float16; row i follows the draft tokens before i.
     bitmask: int32 [B, K + 1, W], the tokens that the grammar allows; None allows all.
-    draft: K tokens a row; of trees see ``verify_tree``, which runs as it is written everywhere.
+    draft: K tokens a row.
 
     Changes none of them. All on one device, no sync. On CUDA the kernels compute masses in another
     order than the reference, so choices can differ where it is within rounding of a tie.
     """
-    if draft.tree is not None:
-        return verify_tree(logits, bitmask, draft, rows)
     has_kernel = rows.verifier in KERNEL_VERIFIERS and isinstance(rows.noise, NoiseKeys)
     if logits.is_cuda and has_kernel and has_triton():
         found: Accepted = kernels_of(__name__).verify(logits, bitmask, draft, rows)
@@ -81,5 +78,4 @@ def draw_noise(rows: VerifyRows, num_draft: int, vocab_size: int) -> Noise:
         batch = len(rows.noise.seeds)
         accept = torch.zeros(batch, num_draft, device=device)
         return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=device))
-    steps = torch.arange(num_draft, device=device).unsqueeze(0)
-    return rows.noise.draw(steps, num_draft, vocab_size, at_each=is_coupled)
+    return rows.noise.draw(num_draft, vocab_size, at_each=is_coupled)

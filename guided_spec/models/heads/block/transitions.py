@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.sampling.likely_tokens import likeliest
+
+GROUP = 32  # tokens, of which the likeliest is looked at first
 
 
 class Transition(Protocol):
@@ -121,3 +122,31 @@ class CandidateSelector(nn.Module):
         gains = torch.einsum("rs,rcs->rc", wanted.float(), successors.float())
         kept = torch.full_like(logits, -torch.inf, dtype=torch.float32)
         return kept.scatter_(1, found, values + gains)
+
+
+class Likeliest(NamedTuple):
+    """values: the highest logits [..., C], the best first. found: int64, where they stand."""
+
+    values: Tensor
+    found: Tensor
+
+
+def likeliest(logits: Tensor, count: int) -> Likeliest:
+    """``topk`` of logits [..., D] that reads a large vocabulary once.
+
+    The ``count`` highest logits stand in the ``count`` groups with the highest peaks; so what is
+    sorted are the peaks of the groups, and then the tokens of so many of them.
+    """
+    size = logits.shape[-1]
+    if size <= 2 * GROUP * count:
+        return Likeliest(*logits.topk(count))
+    whole = size // GROUP * GROUP
+    peaks = logits[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1)
+    if whole < size:
+        peaks = torch.cat([peaks, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    groups = peaks.topk(count, sorted=False).indices
+    places = torch.arange(GROUP, device=logits.device)
+    tokens = (groups.unsqueeze(-1) * GROUP + places).flatten(-2)
+    held = logits.gather(-1, tokens.clamp_max(size - 1)).masked_fill(tokens >= size, -torch.inf)
+    values, at = held.topk(count)
+    return Likeliest(values, tokens.gather(-1, at))
