@@ -54,7 +54,7 @@ def hostile(
     request_rate: Annotated[float, typer.Option(help="A second.")] = 8.0,
     hostile_share: Annotated[float, typer.Option(help="In every second round.")] = 0.02,
     cancelled_share: Annotated[float, typer.Option(help="Of the others.")] = 0.2,
-    output_len: Annotated[int, typer.Option(help="Tokens of a small answer at most.")] = 48,
+    output_len: Annotated[int, typer.Option(help="Tokens of a small answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int, typer.Option()] = 0,
     server: Annotated[str, typer.Option(help="A proposer, or a URL.")] = DEFAULT,
