@@ -69,7 +69,7 @@ class SlowTexts:
 
     def holds(self, request: Request) -> bool:
         """Whether the request's text takes long, or others of its grammar do."""
-        return request in self._texts or request.job.params.grammar in self._grammars
+        return request in self._texts or self._is_remembered(request)
 
     def is_busy(self, request: Request) -> bool:
         """Whether another thread uses the request's constraint."""
@@ -97,6 +97,8 @@ class SlowTexts:
 
     def ready(self, requests: Iterable[Request]) -> list[Request]:
         """Those that may decode now; of the others, rows are begun."""
+        if not self._grammars and not self._texts:
+            return list(requests)
         found = []
         for request in requests:
             text = self._texts.get(request)
@@ -117,16 +119,13 @@ class SlowTexts:
             constraint = request.text.constraint
             if constraint is None:
                 continue
-            seconds, text = constraint.take_seconds(), self._texts.get(request)
+            text = self._texts.get(request) if self._texts else None
             if text is not None:
                 text.row = None  # that step had it
                 if request.state is State.FINISHED or not self._is_remembered(request):
                     del self._texts[request]
-            elif seconds.cpu > LONG and request.state is not State.FINISHED:
-                self._remember(request)
-                self._texts[request] = _SlowText(seconds=seconds.cpu)
-            elif seconds.clock > LONG and not constraint.is_timed:
-                constraint.is_timed = True  # a clock sees others at work: the next step asks a CPU
+            elif constraint.seconds > LONG:
+                self._note_long(request, constraint)
             elif constraint.is_timed:
                 constraint.is_timed = False
 
@@ -135,6 +134,15 @@ class SlowTexts:
         rows = [text.row for text in self._texts.values() if text.row is not None]
         if rows:
             wait(rows, timeout=PATIENCE, return_when="FIRST_COMPLETED")
+
+    def _note_long(self, request: Request, constraint: Constraint) -> None:
+        """A clock sees others at work, so the next step asks the CPU where this one has not."""
+        is_sure = constraint.cpu_seconds > LONG
+        if is_sure and request.state is not State.FINISHED:
+            self._remember(request)
+            self._texts[request] = _SlowText(seconds=constraint.cpu_seconds)
+        constraint.is_timed = not is_sure and not constraint.is_timed
+        constraint.clear_seconds()
 
     def _count(self, request: Request, text: _SlowText) -> GuidedSpecError | None:
         """Count what its row took, once; why the text cannot go on."""
@@ -157,7 +165,7 @@ class SlowTexts:
         )
 
     def _is_remembered(self, request: Request) -> bool:
-        return request.job.params.grammar in self._grammars
+        return bool(self._grammars) and request.job.params.grammar in self._grammars
 
     def _remember(self, request: Request) -> None:
         spec = request.job.params.grammar

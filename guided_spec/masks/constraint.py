@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +62,8 @@ class Fork:
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
 
     kept: the row of the committed text, where that was filled before; None where it was not.
-    clock: tells seconds. seconds: that it took for a text since somebody asked. cpu_seconds: those
-    of them that are known to be the CPU's.
+    clock: tells seconds. seconds: that its text took in this step. cpu_seconds: those of them that
+    are known to be the CPU's.
 
     Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
     cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
@@ -185,13 +184,6 @@ class Fork:
             self._unheard = []
 
 
-class Seconds(NamedTuple):
-    """clock: where rows are filled with those of others, the time of all. cpu: as far as known."""
-
-    clock: float
-    cpu: float
-
-
 class Constraint:
     """One request's grammar, at the end of its committed text.
 
@@ -226,19 +218,28 @@ class Constraint:
 
     @property
     def is_timed(self) -> bool:
-        """As of its fork: ``take_seconds`` counts CPU time."""
+        """As of its fork: whether ``seconds`` are the CPU's."""
         return self._fork.is_timed
 
     @is_timed.setter
     def is_timed(self, is_timed: bool) -> None:
         self._fork.clock = time.thread_time if is_timed else time.perf_counter
 
-    def take_seconds(self) -> Seconds:
-        """What its matchers took since the last call."""
-        fork = self._fork
-        found = Seconds(fork.seconds, fork.seconds if fork.is_timed else fork.cpu_seconds)
-        fork.seconds = fork.cpu_seconds = 0.0
-        return found
+    @property
+    def seconds(self) -> float:
+        """What its matchers took since ``fork`` was called last, by a clock; where rows were filled
+        with those of others, at least so much.
+        """
+        return self._fork.seconds
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Those of them that are known to be the CPU's."""
+        return self._fork.seconds if self._fork.is_timed else self._fork.cpu_seconds
+
+    def clear_seconds(self) -> None:
+        """Forget them: where a table has the text's rows, ``fork`` may not be called for long."""
+        self._fork.seconds = self._fork.cpu_seconds = 0.0
 
     @property
     def has_budget(self) -> bool:
@@ -281,7 +282,7 @@ class Constraint:
         fork = self._fork
         fork.rollback_to(0)
         fork.begin()
-        fork.seconds += fork.clock() - began
+        fork.seconds, fork.cpu_seconds = fork.clock() - began, 0.0
         return fork
 
     def prepare(self, num_words: int) -> None:
