@@ -480,7 +480,7 @@ def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
     except GrammarError as error:
         is_refused = any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
         return _OUT_OF_MEMORY if is_refused else error.with_traceback(None)
-    except MemoryError:
+    except (MemoryError, SystemError):  # the second where C code was refused memory
         return _OUT_OF_MEMORY
     except Exception as error:  # a defect of the compiler, and this request's alone
         return GrammarCompileError(f"the {job.kind} does not compile: {error!r}")

@@ -194,7 +194,6 @@ def test_steps_that_leave_out_what_is_forced_too(
     options = {"drafting": "auto", "max_batch_size": 3, "verifier": "coupled"}
     counts = both(PROMPTS, PARAMS, "llama", proposer, **options)
     assert 10 < counts["served"] < counts["forwards"] / 2
-    assert counts["wasted"] > 0
 
 
 def test_who_comes_and_who_leaves() -> None:
