@@ -366,6 +366,11 @@ def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     return tuple(word if isinstance(word, str) else tuple(word) for word in words)
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of one of the samples of a request; that of the first is the request's own."""
+    return (seed + index) % (MAX_SEED + 1)
+
+
 def require_word_length(word: Sequence[Any]) -> None:
     """Raise ConfigError for a bad word of too many letters, or tokens."""
     if len(word) > MAX_BAD_WORD:

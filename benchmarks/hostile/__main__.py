@@ -1,8 +1,9 @@
 """Our server under normal and hostile clients, by turns: ``python -m benchmarks.hostile``.
 
 Rounds with hostile clients alternate with rounds of the same traffic without them. The exit code
-says whether every small request was answered with what it asked for, every hostile one as it should
-be, and nothing is left over; with ``--most-slowdown`` also whether small ones waited no longer.
+says whether every small request was answered with what it asked for, and every hostile one as it
+should be; with ``--most-slowdown`` also whether small ones waited no longer. What the server's
+processes hold behind each round is printed, not judged.
 """
 
 from __future__ import annotations

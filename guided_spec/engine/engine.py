@@ -582,8 +582,9 @@ class Engine:
         most = max(0, now, 0 if stays_plain else self.config.num_draft_tokens)
         drafts_nothing = stays_plain and now == PLAIN
         may_launch = not self._is_parallel and self._target.launches_at_once
-        may_launch = may_launch and not self._flights and not self._slow
-        if not may_launch or not (drafts_nothing or not self._proposer.may_draft(most)):
+        if not may_launch or self._flights or self._slow:
+            return False
+        if not drafts_nothing and self._proposer.may_draft(most):
             return False
         return self._all_decode() and not self._scheduler.ready()
 

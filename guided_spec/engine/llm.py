@@ -56,7 +56,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.trace.record import TraceSource
-from guided_spec.types import MAX_SEED, SamplingParams
+from guided_spec.types import SamplingParams, sample_seed
 
 
 class ProgressBar:
@@ -454,9 +454,17 @@ class LLM(Homebound):
         words = self._encoder.bad_words(params) if words is None else words
         seed = self._seeds.draw() if params.seed is None else params.seed
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
-        job = Job(prompt_ids, params, self.max_model_len, seed, endings=self._endings)
-        job = job._replace(echo=echo, bad_words=words, traced=traced)
-        job = job._replace(verifier=self.config.verifier)
+        job = Job(
+            prompt_ids,
+            params,
+            self.max_model_len,
+            seed,
+            endings=self._endings,
+            echo=echo,
+            bad_words=words,
+            traced=traced,
+            verifier=self.config.verifier,
+        )
         self._runner.require(job)
         if params.grammar is None:
             return job
@@ -475,8 +483,7 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
     samples = [Request(first, vocabulary, report)]
     for index in range(1, first.params.n):
         # Samples differ by their seed; the first one is what n=1 would have given.
-        seed = (first.seed + index) % (MAX_SEED + 1)
-        job = first._replace(seed=seed, sample_index=index)
+        job = first._replace(seed=sample_seed(first.seed, index), sample_index=index)
         if first.pending is not None:
             pending = first.pending.share()
             job = job._replace(grammar=pending.future, pending=pending)

@@ -19,8 +19,8 @@ from guided_spec.engine.request import Request, State
 from guided_spec.errors import GrammarError, GrammarTooSlowError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.filler import LONG
 
-LONG = 0.02  # seconds of a text's part of a step
 ROWS_TO_RETURN = 32  # that do not take long, before texts of a grammar are as all others
 MOST_GRAMMARS = 1024  # that are remembered
 THREADS = 2

@@ -501,7 +501,6 @@ class GrammarLimits:
     compile_bytes: memory of one compile, beyond what the process takes before it.
     text_seconds: CPU time that the mask rows of one text may take in all; those that take less
         than 0.02 s do not count. The request fails with a GrammarTooSlowError.
-
     steps: of preparing one grammar in this process, each half a microsecond of Python. Beyond it a
         worker process prepares the grammar; where there is none, it is refused.
 

@@ -145,12 +145,8 @@ class Workers:
 
         Raises what ``read_source`` raises, and GrammarCompileError where the worker fails.
         """
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
+        worker = self._take_idle()
         if worker is None:
-            return None
-        if worker.process.poll() is not None:  # died since, of nothing that this grammar did
-            self._end(worker)
             return None
         found: ReadRules = self._run(_Reading(source, limits), worker)
         return found
@@ -196,25 +192,28 @@ class Workers:
 
     def _take(self) -> _Worker:
         """An idle worker, or a new one. Raises GrammarWorkerError where none can be started."""
-        dead = []
+        idle = self._take_idle()
+        if idle is not None:
+            return idle
         try:
             with self._lock:
                 if self._closed:
                     raise GrammarCompileError("the grammar backend is closed; make a new one")
-                while self._idle:
-                    worker = self._idle.pop()
-                    if worker.process.poll() is None:
-                        return worker
-                    dead.append(worker)  # it was killed while it had nothing to do
                 worker = _Worker(self._make, self._vocabulary)
                 self._all.add(worker)
                 return worker
         except OSError as error:  # too many processes or open files
             message = f"no process can be started for a large grammar: {error}; try again later"
             raise GrammarWorkerError(message) from error
-        finally:
-            for worker in dead:
-                self._end(worker)
+
+    def _take_idle(self) -> _Worker | None:
+        """An idle worker; None where there is none. Ends those that were killed meanwhile."""
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None or worker.process.poll() is None:
+                return worker
+            self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
         worker.end()

@@ -2,8 +2,8 @@
 
 Lowering, joining, negation and proofs of disjointness can take time and memory that double with
 each level of a schema. They count what they do, and a limit ends them at the same point each time,
-however busy the machine is. A step is about a microsecond of Python, or some hundred bytes that are
-written. Without a limit nothing is counted.
+however busy the machine is. A step is about half a microsecond of Python, or some hundred bytes
+that are written. Without a limit nothing is counted.
 """
 
 from __future__ import annotations

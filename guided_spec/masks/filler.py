@@ -135,9 +135,9 @@ class Walk:
 PATIENCE = 0.003
 SLOW_WALK = 0.00005
 WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
-# Seconds, in all and for each walk, that rows of one depth may take before each of their texts
-# counts as one that may take long.
-LONG_LEVEL = 0.02
+# Seconds of a text's part of a step that are long. Where the rows of one depth are filled together,
+# they may take so much, and some more for each, before each of their texts counts as a long one.
+LONG = 0.02
 LONG_ROW = 0.0003
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
 WALKS_TOGETHER = 8
@@ -215,7 +215,7 @@ class RowFiller:
             self._fill_together(together, batch)
         cpu_began = time.thread_time()
         longest = max(map(self._fill_alone, alone), default=0.0)
-        if longest > LONG_LEVEL and time.thread_time() - cpu_began > longest / 2:
+        if longest > LONG and time.thread_time() - cpu_began > longest / 2:
             for walk in alone:
                 if walk.fork is not None and walk.fork.seconds >= longest:
                     walk.fork.cpu_seconds = walk.fork.seconds
@@ -255,7 +255,7 @@ class RowFiller:
                     if walk.num_missing:
                         left.append(walk)
             seconds = time.perf_counter() - began
-            if seconds > LONG_LEVEL + LONG_ROW * len(walks):  # one of them takes long
+            if seconds > LONG + LONG_ROW * len(walks):  # one of them takes long
                 for walk in walks:
                     if walk.fork is not None:
                         walk.fork.seconds += seconds

@@ -510,7 +510,8 @@ class MaskRows:
         asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
         if not self._block.is_filled(asked):
             return self._blank_next(len(depths))
-        if (depth := self._common(depths)) is not None:
+        depth = self._common(depths)
+        if depth is not None:
             rows = self._block.rows(self._at(0, depth), self._at(0, depth + 1))
             if self._upload is None:
                 return rows.clone()
@@ -566,8 +567,9 @@ class MaskRows:
         return sent.rows
 
     def _blank_next(self, requests: int) -> Tensor:
-        upload, none = self._upload, [self._none] * requests
-        return self._block.gather(none) if upload is None else upload.blank_next(requests)
+        if self._upload is not None:
+            return self._upload.blank_next(requests)
+        return self._block.gather([self._none] * requests)
 
     def _at(self, request: int, depth: int) -> int:
         return depth * self._active + request

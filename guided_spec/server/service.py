@@ -23,7 +23,7 @@ from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
 from guided_spec.server.workers import Workers
-from guided_spec.types import MAX_SEED, SamplingParams
+from guided_spec.types import SamplingParams, sample_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def _single_samples(params: SamplingParams) -> list[SamplingParams]:
     """Of each sample, with a seed as the engine numbers those of one request."""
     if params.seed is None:
         return [replace(params, n=1)] * params.n
-    seeds = [(params.seed + index) % (MAX_SEED + 1) for index in range(params.n)]
+    seeds = [sample_seed(params.seed, index) for index in range(params.n)]
     return [replace(params, n=1, seed=seed) for seed in seeds]
 
 

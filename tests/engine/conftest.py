@@ -15,7 +15,8 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import PROPOSERS
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
-from tests.tiny_llm import tiny_model
+from tests.learned_heads import HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, tiny_model
 
 PATIENCE = 60.0  # seconds; only a deadlock takes as long
 
@@ -65,6 +66,12 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
     monkeypatch.setitem(PROPOSERS, "spy", factory)
     return spy
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    """A target and its EAGLE-3 head, in a folder."""
+    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
-from tests.learned_heads import HeadedTarget, write_head
+from tests.learned_heads import HeadedTarget
 from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
@@ -30,11 +30,6 @@ FREE = SamplingParams(max_tokens=64, ignore_eos=True)
 SAMPLED = replace(FREE, temperature=1.0, seed=5)
 PARAMS = [FREE, replace(FREE, grammar=LONG), SAMPLED, replace(SAMPLED, grammar=LONG), FREE]
 Texts = list[tuple[list[int], str]]
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture

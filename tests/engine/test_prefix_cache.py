@@ -16,9 +16,9 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
-from tests.learned_heads import HeadedTarget, overfit, write_head
+from tests.learned_heads import HeadedTarget, overfit
 from tests.models.heads.block_checkpoints import write_dflash
-from tests.tiny_llm import VOCAB_SIZE, make_llm
+from tests.tiny_llm import make_llm
 
 SYSTEM = [5 + at * 7 % 300 for at in range(2 * BLOCK + 5)]
 PROMPTS = [SYSTEM + [40 + row] * (3 * row + 1) for row in range(4)]
@@ -37,11 +37,6 @@ PROPOSERS = [
     ),
     "chain:grammar_forced+dflash",
 ]
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

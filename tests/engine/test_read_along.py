@@ -24,9 +24,9 @@ from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
-from tests.learned_heads import HeadedTarget, write_head
+from tests.learned_heads import HeadedTarget
 from tests.models.speculation import prompts_of
-from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model
+from tests.tiny_llm import make_llm, tiny_model
 
 # No grammar decides when a text comes: lengths say who joins whom.
 FREE = [
@@ -41,11 +41,6 @@ PROPOSERS = [
     "chain:grammar_forced+eagle3",
     "chain:grammar_forced:start+eagle3",
 ]
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture

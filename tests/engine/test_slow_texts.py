@@ -19,17 +19,12 @@ from guided_spec.types import SamplingParams
 from tests.engine.conftest import PATIENCE
 from tests.engine.test_preemption import PARAMS, PROMPTS, Texts, texts
 from tests.engine.test_suspects import ENGINES, Settings, generate, make
-from tests.learned_heads import HeadedTarget, write_head
+from tests.learned_heads import HeadedTarget
 from tests.server.running import until
-from tests.tiny_llm import VOCAB_SIZE, make_llm
+from tests.tiny_llm import make_llm
 
 SLOW = SamplingParams(grammar=GrammarSpec.regex("[ab]{20}"), max_tokens=30)
 FREE = SamplingParams(max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from guided_spec.masks import lookahead
 from guided_spec.step import commit, speculative_step
 from tests.cases import pairwise
 from tests.engine.test_preemption import LENGTH, PARAMS, PROMPTS, Texts, texts
-from tests.learned_heads import HeadedTarget, write_head
+from tests.learned_heads import HeadedTarget
 from tests.server.running import until
-from tests.tiny_llm import VOCAB_SIZE, make_llm
+from tests.tiny_llm import make_llm
 
 Contexts = list[Sequence[int]]
 Rule = Callable[[Contexts], bool]
@@ -132,11 +132,6 @@ class Stages:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     return Stages(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ from guided_spec.training.data.records import (
 )
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.trainer import TrainingData, WorkerSignals
-from guided_spec.types import MAX_SEED, SamplingParams
+from guided_spec.types import SamplingParams, sample_seed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -146,7 +146,7 @@ def _answer(
         replace(
             params,
             grammar=example.grammar or params.grammar,
-            seed=None if params.seed is None else (params.seed + done + at) % (MAX_SEED + 1),
+            seed=None if params.seed is None else sample_seed(params.seed, done + at),
         )
         for at, example in enumerate(examples)
     ]
