@@ -341,11 +341,18 @@ class _Worker:
                 raise _refuse(job, f"compile_seconds={job.limits.compile_seconds:g}")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
-            self.process.kill()  # a signal of ours, only if it still ran
-            raise _EndedError(self.process.wait()) from error
+            raise _EndedError(self._status()) from error
         if isinstance(reply, str):
             raise _refuse(job, f"compile_bytes={job.limits.compile_bytes}")
         return reply
+
+    def _status(self) -> int:
+        """The exit status of the process, which has closed its connection."""
+        try:  # its own: it closes that some time before it ends
+            return self.process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
 
 
 class _EndedError(Exception):
@@ -468,12 +475,11 @@ def _recipe_of(job: _Job, compiled: CompiledGrammar) -> Recipe | None:
 def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
     from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
 
-    _limit_memory(job.limits.compile_bytes)
     # For a parent that died meanwhile: a native compile notices nothing but a signal's default.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(job.seconds) + _GRACE_SECONDS)
     try:
-        return bench.do(job)
+        return _do_within_memory(bench, job)
     except (NoTableError, UnreadableGrammarError, EndLostError) as error:
         return error.with_traceback(None)
     except GrammarError as error:
@@ -485,6 +491,14 @@ def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
         return GrammarCompileError(f"the {job.kind} does not compile: {error!r}")
     finally:
         signal.alarm(0)
+
+
+def _do_within_memory(bench: _Bench, job: _Job | _Reading) -> Any:
+    _limit_memory(job.limits.compile_bytes)
+    try:
+        return bench.do(job)
+    finally:
+        _lift_limit()  # to tell what has come of it
 
 
 def _limit_memory(more: int) -> None:
@@ -499,6 +513,13 @@ def _limit_memory(more: int) -> None:
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _lift_limit() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def _refuse(job: _Job | _Reading, limit: str) -> GrammarCompileError:

@@ -11,7 +11,7 @@ import pytest
 
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
-from tests.fuzz.stepping import check, check_nothing_is_kept
+from tests.fuzz.stepping import check, keeps_nothing
 from tests.fuzz.workloads import LENGTH, SYSTEM, Ask, Workload, draw
 
 QUICK = (0, 1, 2, 4, 6)
@@ -19,15 +19,15 @@ QUICK = (0, 1, 2, 4, 6)
 
 @pytest.mark.parametrize("seed", QUICK)
 def test_texts_do_not_depend_on_what_runs_beside_them(seed: int) -> None:
-    check(draw(seed))
-    check_nothing_is_kept()
+    with keeps_nothing():
+        check(draw(seed))
 
 
 @pytest.mark.slow
 def test_many_workloads() -> None:
     for seed in sorted(set(range(16)).difference(QUICK)):
-        check(draw(seed))
-        check_nothing_is_kept()
+        with keeps_nothing():
+            check(draw(seed))
 
 
 @pytest.mark.slow

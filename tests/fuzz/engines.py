@@ -20,7 +20,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.fuzz.examine import Examiner
 from tests.fuzz.inputs import texts
 from tests.fuzz.schemas import adversarial, of_metaschema, values
-from tests.fuzz.stepping import check, check_nothing_is_kept
+from tests.fuzz.stepping import check, keeps_nothing
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.workloads import draw as draw_workload
 
@@ -97,8 +97,8 @@ def _inputs(target: str) -> st.SearchStrategy[tuple[str, list[Any]]]:
 
 def _examine(target: str, examiner: Examiner, source: str, others: list[Any], dice: int) -> None:
     if target == "workload":
-        check(draw_workload(int(source)))
-        check_nothing_is_kept()
+        with keeps_nothing():
+            check(draw_workload(int(source)))
     elif target == "validity":
         examiner.spec(GrammarSpec.json_schema(source), dice, others)
     else:

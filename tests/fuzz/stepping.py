@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -200,11 +201,19 @@ def check(workload: Workload) -> None:
                     _compare(text.completion, expected, place)
 
 
-def check_nothing_is_kept() -> None:
-    """Fail where anything of a request is alive, once nobody holds what it gave."""
-    gc.collect()
-    kept = [one for one in gc.get_objects() if type(one) in (Request, Constraint)]
+@contextmanager
+def keeps_nothing() -> Iterator[None]:
+    """Fail where anything of a request is alive after it, once nobody holds what it gave."""
+    before = _alive()  # held, so that no id is given again
+    known = {id(one) for one in before}
+    yield
+    kept = [one for one in _alive() if id(one) not in known]
     assert not kept, f"{len(kept)} requests and constraints are left"
+
+
+def _alive() -> list[Request | Constraint]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) in (Request, Constraint)]
 
 
 def _plain(workload: Workload) -> LLM:
