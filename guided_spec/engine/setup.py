@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +28,6 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import ProposerContext
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.pace import draft_lengths
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
@@ -50,6 +49,7 @@ from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
@@ -443,6 +443,7 @@ _WARM_SAMPLINGS = (
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
 )
+_WARM_RULES = TokenRules(SamplingParams(logit_bias={0: 1.0}), bad_words=((0,),))  # all others' too
 # Triton compiles a number that is 1 or a multiple of 16 by itself.
 _WARM_BATCHES = (1, 2, 16)
 _WARM_COLUMNS = 16  # of a draft's probabilities: kernels ask whether they are a multiple of 16
@@ -489,15 +490,17 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
 @torch.inference_mode()
 def _compile_kernels(engine: Engine) -> None:
     """All kernels of its steps that are known beforehand, many at a time."""
-    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
+    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: they need triton
+    from guided_spec.ops.sampling.verify_tiles_triton import WIDTHS
 
-    lengths = draft_lengths(engine.config.num_draft_tokens)
+    longest, slots = engine.config.longest_draft, engine.model.num_slots
+    lengths = [min(width - 1, longest) for width in WIDTHS]
+    sizes = {(1, length) for length in lengths} | {(slots, min(lengths))}  # all their kernels
     with compiling_ahead():
         # The largest first: all others are compiled beside them.
-        for batch, params in product({1, engine.model.num_slots}, _WARM_SAMPLINGS):
-            sampling = Sampling.stack([params] * batch, [0] * batch, engine.model.device)
-            for draft in chain(*(_drafts_of_every_kind(engine, batch, k) for k in lengths)):
-                _verify_anything(engine, draft, sampling)
+        for (batch, length), params in product(sizes, _WARM_SAMPLINGS):
+            for draft in _drafts_of_every_kind(engine, batch, length):
+                _verify_anything(engine, draft, params)
         with engine.compiling():
             for _ in engine.capture():
                 pass
@@ -521,18 +524,21 @@ def _drafts_of_every_kind(engine: Engine, batch: int, width: int) -> Iterator[Dr
         if is_reduced is not True:
             yield draft
         if is_reduced is not False:
-            columns = anything(model.vocab_size, dtype=torch.int32)
-            is_certain = anything(batch, width, dtype=torch.bool)
-            yield draft._replace(columns=columns, is_certain=is_certain)
+            yield draft._replace(columns=anything(model.vocab_size, dtype=torch.int32))
 
 
-def _verify_anything(engine: Engine, draft: Draft, sampling: Sampling) -> None:
+def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
+    """With rules for single tokens, and without."""
     batch, width = draft.token_ids.shape
     model = engine.model
     shape = (batch, width + 1, model.vocab_size)
     logits = torch.empty(shape, dtype=model.dtype, device=model.device)
+    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
     noise = NoiseKeys(sampling.seeds, sampling.seeds)
-    verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier))
+    given = [_WARM_RULES, *[None] * (batch - 1)]
+    table = RuleTable.stack(given, model.vocab_size, model.device)
+    for rules in (None, Adjustments.stack(table, [[]] * batch, [0] * batch)):
+        verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier, rules))
 
 
 def _write_texts(engine: Engine, requests: Sequence[Request]) -> None:

@@ -62,6 +62,7 @@ _TRIES = 3  # workers that may be killed over one job, of which one may have bee
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _FEW = 32  # grammars, whose rules are read where they are compiled
 _LONGEST_RECIPE = 2**24  # bytes
+_NICENESS = 10  # of a worker: the threads of a forward wait for each other, and must not for it
 _LONGEST_RULES = 2**20  # bytes, which are read back in some 20 ms
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
@@ -419,6 +420,7 @@ class _Reading(NamedTuple):
 
 def serve() -> None:
     """A worker's main program: a backend, then specs to compile, until the parent goes away."""
+    os.nice(_NICENESS)
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
         make, vocabulary, registered = connection.recv()
         GRAMMAR_BACKENDS.update(registered)

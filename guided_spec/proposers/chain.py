@@ -224,6 +224,12 @@ class Chain(Proposer):
         return ", ".join(filter(None, (member.runs_as for member in self._members)))
 
     @property
+    def has_own_vocabulary(self) -> bool | None:
+        """As its members have it, where those that say so agree."""
+        said = {member.has_own_vocabulary for member in self._members} - {None}
+        return said.pop() if len(said) == 1 else None
+
+    @property
     def learns(self) -> bool:
         """Whether any member does."""
         return any(member.learns for member in self._members)

@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -38,6 +39,7 @@ from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mailbox import Mailbox, Told
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.pointwise_triton import rotate_and_store
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
@@ -85,16 +87,40 @@ def _broken(x):  # type: ignore[no-untyped-def]
     tl.store(x, no_such_thing)  # type: ignore[name-defined]  # noqa: F821
 
 
-def decide(batch: int, width: int, params: SamplingParams, *, is_masked: bool) -> None:
-    """Over anything: nothing is run."""
+RULES = (
+    None,
+    TokenRules(SamplingParams(), bad_words=((1, 2),)),
+    TokenRules(SamplingParams(), bad_words=((1,),) * 16),
+    TokenRules(SamplingParams(logit_bias={3: 1.0})),
+    TokenRules(SamplingParams(presence_penalty=1.0)),
+    TokenRules(SamplingParams(logit_bias={3: 1.0}, repetition_penalty=1.1)),
+)
+
+
+def drafts(batch: int, width: int) -> Iterator[Draft]:
+    """With probabilities and without; some of them forced by a grammar."""
     token_ids = torch.zeros(batch, width, dtype=torch.int64)
     draft = Draft(token_ids, torch.zeros(batch, dtype=torch.int64))
+    yield draft
+    if width:
+        draft = draft._replace(probs=torch.zeros(batch, width, VOCAB_SIZE))
+        yield draft
+        yield draft._replace(is_certain=torch.zeros(batch, width, dtype=torch.bool))
+
+
+def decide(
+    draft: Draft, params: SamplingParams, rules: TokenRules | None, *, is_masked: bool
+) -> None:
+    """Over anything: nothing is run."""
+    batch, width = draft.token_ids.shape
     logits = torch.empty(batch, width + 1, VOCAB_SIZE, dtype=torch.bfloat16)
     words = num_mask_words(VOCAB_SIZE)
     mask = torch.empty(batch, width + 1, words, dtype=torch.int32) if is_masked else None
     sampling = Sampling.stack([params] * batch, [0] * batch, CPU)
     noise = NoiseKeys(sampling.seeds, sampling.seeds)
-    verify(logits, mask, draft, VerifyRows(sampling, noise))
+    table = RuleTable.stack([rules] * batch, VOCAB_SIZE, CPU)
+    adjustments = Adjustments.stack(table, [[]] * batch, [0] * batch)
+    verify(logits, mask, draft, VerifyRows(sampling, noise, "rejection", adjustments))
 
 
 def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> None:
@@ -218,8 +244,9 @@ def main() -> None:
     launch_triton._is_served = lambda _: True  # type: ignore[assignment]
     with launch_triton.compiling_ahead():
         launch_triton.launch(_broken, (1,))(torch.zeros(1))
-        for batch, width, params, is_masked in product((1, 3), (0, 1, 5), SAMPLINGS, (True, False)):
-            decide(batch, width, params, is_masked=is_masked)
+        for batch, width in product((1, 2), (0, 1, 5, 15, 31, 40)):
+            for draft, params, rules in product(drafts(batch, width), SAMPLINGS, RULES):
+                decide(draft, params, rules, is_masked=batch == 1)
         for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
             multiply_fp8(count, (4096, 4096), block)
             multiply_fp8(count, (24576, 4096), block)

@@ -23,13 +23,17 @@ def test_no_kernel_is_launched_by_itself() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """Few of them: neither filters nor masks, and neither batches nor drafts, have their own."""
+    """Few of them: neither filters nor masks, and neither batches nor rules, have their own.
+
+    Drafts have, by their width: of 8 rows, of 32 and of 64.
+    """
     pytest.importorskip("triton")
     assert run_compiling("tests.ops.ahead", tmp_path) == {
-        "_stats_kernel": 1,
-        "_decide_kernel": 2,  # with filters, and without
-        "_assemble_kernel": 2,  # sampled, and greedy
-        "_race_kernel": 2,
+        "_ban_kernel": 1,
+        "_stats_kernel": 2,  # with rules for single tokens, and without
+        "_decide_kernel": 3 * 2 * 2,  # widths, filters, probabilities of the draft
+        "_assemble_kernel": 3 * 3,  # sampled, with probabilities of the draft, and greedy
+        "_race_kernel": 2 * 2,
         "_bracket_kernel": 1,
         "_collect_kernel": 1,
         "_threshold_kernel": 1,

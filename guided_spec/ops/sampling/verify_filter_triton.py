@@ -56,7 +56,7 @@ def find_kept(step: Step, rules: Rules, work: Work, shape: Shape, *, coupled: bo
     stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
     launch(_collect_kernel, (batch, num_chunks, stride), lengths)(
         *(step, rules, work, num_chunks, capacity, stride, FEW, words),
-        shape.width,
+        shape.most,
         num_warps=shape.num_warps,
     )
     chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)

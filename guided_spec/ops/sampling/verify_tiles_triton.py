@@ -20,7 +20,10 @@ from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.warp import VerifyRows
 from guided_spec.types import Draft
 
-LEAST_WIDTH = 8  # rows of a request that a program holds: with fewer there would be more kernels
+# Rows of a request that a program holds. Each width is a kernel of its own, so there are few: for
+# drafts of a head, for those with a forced text, and for the longest.
+WIDTHS = (8, 32, 64, 256)
+LEAST_MOST = 64
 AT_ONCE = 1024  # programs of eight warps that a large device runs at once
 
 # The bits of a row's state.
@@ -41,15 +44,14 @@ class Step(NamedTuple):
     drafted: int64 [B, K], lengths: int64 [B]. probs: [B, K, D] or None, with two strides.
     columns: int32 [V] or None, is_certain: bool [B, K] or None, see ``Draft``.
     seeds, first: int64 [B], the keys of the noise.
-    inverted_num_draft, inverted_mask_stride: as ~K. Triton compiles 1 and multiples of 16 by
-        themselves, which these numbers often are and their complements hardly ever.
+    odd_num_draft, odd_mask_stride: see ``odd``.
     """
 
     logits: Any
     batch_stride: Any
     row_stride: Any
     mask: Any
-    inverted_mask_stride: Any
+    odd_mask_stride: Any
     drafted: Any
     lengths: Any
     probs: Any
@@ -64,7 +66,7 @@ class Step(NamedTuple):
     seeds: Any
     first: Any
     vocab_size: Any
-    inverted_num_draft: Any
+    odd_num_draft: Any
 
     @property
     def without_probs(self) -> Step:
@@ -75,14 +77,19 @@ class Step(NamedTuple):
 class Rules(NamedTuple):
     """The rules of U requests.
 
-    rule_of: int32 [B], each request's row below, -1 for none; None when nobody has any.
-    bias, counts: float32 [U, V]; in_prompt: uint8 [U, V]; the penalties: float32 [U].
+    rule_of: int32 [B], each request's row below, -1 for none. All are None for a kernel of its own
+        where nobody has rules.
+    bias, counts: float32 [U, V]; in_prompt: uint8 [U, V]; the penalties: float32 [U]. What nobody
+        has is one row that changes nothing, so that there is one kernel for all rules.
+    odd_bias_stride, odd_count_stride: V or 0, see ``odd``.
     """
 
     rule_of: Any = None
     bias: Any = None
+    odd_bias_stride: Any = None
     counts: Any = None
     in_prompt: Any = None
+    odd_count_stride: Any = None
     repetition: Any = None
     frequency: Any = None
     presence: Any = None
@@ -144,8 +151,13 @@ class Shape(NamedTuple):
     @property
     def width(self) -> int:
         """Rows that a program which looks at all of a request's holds, a power of two."""
-        width: int = max(triton.next_power_of_2(self.rows), LEAST_WIDTH)
-        return width
+        widths = (width for width in WIDTHS if width >= self.rows)
+        return next(widths, None) or int(triton.next_power_of_2(self.rows))
+
+    @property
+    def most(self) -> int:
+        """The same where a row is one number, which costs little: one kernel for most lengths."""
+        return max(self.width, LEAST_MOST)
 
     @property
     def num_warps(self) -> int:
@@ -154,6 +166,14 @@ class Shape(NamedTuple):
         The sooner each is done where all run at once, the more run at once where they take turns.
         """
         return 8 if self.batch * self.num_chunks <= AT_ONCE else 4
+
+
+def odd(number: int) -> int:
+    """-(2 * number + 1), for kernels to read with ``even``.
+
+    Triton compiles 1 and multiples of 16 by themselves, which such numbers never are.
+    """
+    return ~(2 * number)
 
 
 def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Step:
@@ -165,17 +185,19 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
     mask = _allow_all(logits.device, num_words)
     if bitmask is not None:
         mask = bitmask[..., :num_words].contiguous()
-    probs, certain = draft.probs, draft.is_certain
+    probs = draft.probs
     if probs is not None and probs.stride(-1) != 1:
         probs = probs.contiguous()
     has_probs = probs is not None and probs.numel() > 0
-    sampling = rows.sampling
+    certain, sampling = draft.is_certain, rows.sampling
+    if certain is None:
+        certain = _none_certain(logits.device, triton.next_power_of_2(draft.token_ids.numel() or 1))
     return Step(
         logits=logits,
         batch_stride=logits.stride(0),
         row_stride=logits.stride(1),
         mask=mask,
-        inverted_mask_stride=~0 if bitmask is None else ~num_words,
+        odd_mask_stride=odd(0 if bitmask is None else num_words),
         # An empty draft has no memory to point at; nothing of it is read.
         drafted=(draft.token_ids if draft.token_ids.numel() else draft.num_tokens).contiguous(),
         lengths=draft.num_tokens.contiguous(),
@@ -183,7 +205,7 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
         probs_batch_stride=probs.stride(0) if probs is not None else 0,
         probs_row_stride=probs.stride(1) if probs is not None else 0,
         columns=draft.columns.contiguous() if has_probs and draft.columns is not None else None,
-        is_certain=certain.contiguous() if has_probs and certain is not None else None,
+        is_certain=certain.contiguous() if has_probs else None,
         temperature=sampling.temperature.contiguous(),
         top_k=sampling.top_k.contiguous(),
         top_p=sampling.top_p.contiguous(),
@@ -191,7 +213,7 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
         seeds=rows.noise.seeds.contiguous(),
         first=rows.noise.positions.contiguous(),
         vocab_size=logits.shape[-1],
-        inverted_num_draft=-logits.shape[1],
+        odd_num_draft=odd(logits.shape[1] - 1),
     )
 
 
@@ -201,23 +223,52 @@ def _allow_all(device: torch.device, num_words: int) -> Tensor:
     return torch.full((num_words,), -1, dtype=torch.int32, device=device)
 
 
-def make_rules(adjustments: Adjustments) -> Rules:
-    """All but the bans, which ``Step.mask`` has to hold."""
-    table, counts = adjustments.table, adjustments.counts
-    rule_of = torch.full((table.batch_size,), -1, dtype=torch.int32, device=table.device)
-    order = torch.arange(len(table.rules), dtype=torch.int32, device=table.device)
-    rules = Rules(rule_of.index_copy_(0, table.index, order))
+@cache
+def _none_certain(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.bool, device=device)
+
+
+def make_rules(adjustments: Adjustments) -> Rules | None:
+    """All but the bans, which ``Step.mask`` has to hold; None where there are no others."""
+    table, counts, in_prompt = adjustments.table, adjustments.counts, adjustments.in_prompt
+    if table.bias is None and table.penalties is None:
+        return None
+    device, vocab_size, number = table.device, table.vocab_size, len(table.rules)
+    rule_of = torch.full((table.batch_size,), -1, dtype=torch.int32, device=device)
+    order = torch.arange(number, dtype=torch.int32, device=device)
+    rules = no_rules(device, vocab_size, triton.next_power_of_2(number))._replace(
+        rule_of=rule_of.index_copy_(0, table.index, order)
+    )
     if table.bias is not None:
-        rules = rules._replace(bias=table.bias.contiguous())
-    if counts is None or adjustments.in_prompt is None or table.penalties is None:
+        rules = rules._replace(bias=table.bias.contiguous(), odd_bias_stride=odd(vocab_size))
+    if counts is None or in_prompt is None or table.penalties is None:
         return rules
-    repetition, frequency, presence = (one.flatten().contiguous() for one in table.penalties)
+    # Copies: their addresses would be multiples of 16 bytes or not, each with a kernel of its own.
+    repetition, frequency, presence = (one.flatten().clone() for one in table.penalties)
     return rules._replace(
         counts=counts.contiguous(),
-        in_prompt=adjustments.in_prompt.contiguous().view(torch.uint8),
+        in_prompt=in_prompt.contiguous().view(torch.uint8),
+        odd_count_stride=odd(vocab_size),
         repetition=repetition,
         frequency=frequency,
         presence=presence,
+    )
+
+
+@cache
+def no_rules(device: torch.device, vocab_size: int, number: int) -> Rules:
+    """Of ``number`` requests. Kept, since graphs that were captured go on reading them."""
+    zeros = torch.zeros(max(vocab_size, number), device=device)
+    return Rules(
+        rule_of=torch.full((number,), -1, dtype=torch.int32, device=device),
+        bias=zeros,
+        odd_bias_stride=odd(0),
+        counts=zeros,
+        in_prompt=zeros.view(torch.uint8),
+        odd_count_stride=odd(0),
+        repetition=torch.ones(number, device=device),
+        frequency=zeros,
+        presence=zeros,
     )
 
 
@@ -256,15 +307,21 @@ def make_work(shape: Shape, device: torch.device, races: int, *, filtered: bool)
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit
+def even(number):  # type: ignore[no-untyped-def]
+    """What ``odd`` was given."""
+    return (~number) >> 1
+
+
+@triton.jit
 def num_draft_of(step):  # type: ignore[no-untyped-def]
     """K."""
-    return ~step.inverted_num_draft
+    return even(step.odd_num_draft)
 
 
 @triton.jit
 def mask_of(step, row):  # type: ignore[no-untyped-def]
     """Where the mask words of rows begin."""
-    return step.mask + row * ~step.inverted_mask_stride
+    return step.mask + row * even(step.odd_mask_stride)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -331,22 +388,22 @@ def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-un
     if rules.rule_of is not None:
         rule = tl.load(rules.rule_of + request)
         if rule >= 0:
-            at = rule.to(tl.int64) * step.vocab_size + token
+            at = rule.to(tl.int64)
             legal = scores != float("-inf")
-            if rules.bias is not None:
-                scores += tl.load(rules.bias + at, mask=legal, other=0.0)
-            if rules.counts is not None:
-                count = tl.load(rules.counts + at, mask=legal, other=0.0)
-                drafts = step.drafted + request.to(tl.int64) * num_draft_of(step)
-                for index in range(num_draft_of(step)):
-                    once = tl.where(place > index, 1.0, 0.0)
-                    count += tl.where(token == tl.load(drafts + index), once, 0.0)
-                in_prompt = tl.load(rules.in_prompt + at, mask=legal, other=0) != 0
-                factor = tl.load(rules.repetition + rule)
-                repeated = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
-                scores = tl.where((count > 0) | in_prompt, repeated, scores)
-                scores -= tl.load(rules.frequency + rule) * count
-                scores -= tl.load(rules.presence + rule) * tl.where(count > 0, 1.0, 0.0)
+            bias = rules.bias + at * even(rules.odd_bias_stride)
+            scores += tl.load(bias + token, mask=legal, other=0.0)
+            start = at * even(rules.odd_count_stride)
+            count = tl.load(rules.counts + start + token, mask=legal, other=0.0)
+            drafts = step.drafted + request.to(tl.int64) * num_draft_of(step)
+            for index in range(num_draft_of(step)):
+                once = tl.where(place > index, 1.0, 0.0)
+                count += tl.where(token == tl.load(drafts + index), once, 0.0)
+            in_prompt = tl.load(rules.in_prompt + start + token, mask=legal, other=0) != 0
+            factor = tl.load(rules.repetition + rule)
+            repeated = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
+            scores = tl.where((count > 0) | in_prompt, repeated, scores)
+            scores -= tl.load(rules.frequency + rule) * count
+            scores -= tl.load(rules.presence + rule) * tl.where(count > 0, 1.0, 0.0)
     return scores
 
 

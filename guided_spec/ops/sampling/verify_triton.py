@@ -36,7 +36,9 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     make_step,
     make_work,
     mask_of,
+    no_rules,
     num_draft_of,
+    odd,
     philox_points,
     philox_tile,
     tile_tokens,
@@ -73,14 +75,14 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
     shape = Shape(batch, num_rows, triton.cdiv(num_words, words), words, capacity)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         step = make_step(logits, bitmask, draft, rows)
-        rules = Rules()
+        rules = None
         if rows.adjustments is not None:
             rules = make_rules(rows.adjustments)
             step = _ban(step, rows.adjustments, num_words)
         return _launch(step, rules, rows, shape)
 
 
-def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepted:
+def _launch(step: Step, own_rules: Rules | None, rows: VerifyRows, shape: Shape) -> Accepted:
     """Run the kernels over memory of their own."""
     sampling, device = rows.sampling, step.lengths.device
     # One kernel for all filters: each row looks at which of them it has.
@@ -88,13 +90,17 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepte
     filtered = has_filters and not sampling.all_greedy
     batch, num_rows, num_chunks, words, _ = shape
     coupled, total = rows.verifier == "coupled", batch * num_rows
-    is_split = step.probs is not None and not coupled
+    is_split = not sampling.all_greedy and step.probs is not None and not coupled
     races = 0 if sampling.all_greedy else 1 + is_split
     work = make_work(shape, device, races, filtered=filtered)
     width, chunks = shape.width, triton.next_power_of_2(num_chunks)
     launch(_stats_kernel, (total, num_chunks), step.lengths)(
-        *(step.without_probs, rules, work.only(*STATS), num_chunks, words), num_warps=2
+        *(step.without_probs, own_rules or Rules(), work.only(*STATS), num_chunks, words),
+        num_warps=2,
     )
+    # Only the pass over all logits is worth a kernel without rules.
+    count = triton.next_power_of_2(batch)
+    rules = own_rules or no_rules(device, step.vocab_size, count)
     launch(_decide_kernel, (batch,), step.lengths)(
         step if races else step.without_probs,
         *(rules, work.only(*STATS, *ROWS, *CUTS), num_chunks, coupled, filtered, width, chunks),
@@ -106,7 +112,7 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepte
         grid = (batch, num_chunks, num_rows if coupled else 1)
         launch(_race_kernel, grid, step.lengths)(
             *(raced, rules, work.only(*RACED), num_chunks, coupled, filtered, is_split),
-            *(words, width),
+            *(words, shape.most),
             num_warps=shape.num_warps,
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
@@ -128,7 +134,7 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     mask = step.mask.expand(len(step.lengths), num_rows, num_words).clone(
         memory_format=torch.contiguous_format
     )
-    step = step._replace(mask=mask, inverted_mask_stride=~num_words)
+    step = step._replace(mask=mask, odd_mask_stride=odd(num_words))
     tensors: list[Any] = [bans.owners, bans.tokens, bans.prefixes, bans.until]
     tensors += [adjustments.table.index, adjustments.num_output, adjustments.tails]
     parts = tuple(one.contiguous() for one in tensors)
@@ -140,7 +146,7 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     return step
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["depth", "count"])  # type: ignore[untyped-decorator]
 def _ban_kernel(step, bans, depth, count, block: tl.constexpr, IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Clear the bits of banned tokens in ``step.mask``: grid (ceil(count / block), K + 1).
 
@@ -442,6 +448,8 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
     is_split: residual and target each have a race. Without probabilities of the draft, what a
     refused token leaves is the target without it, in any scale.
+
+    rows: a power of two, at least K + 1.
     """
     await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
