@@ -1,18 +1,17 @@
 """A JSON schema step by step: checked and lowered, then as xgrammar enforces it, or why it cannot.
 
-A backend of another kind begins with ``lower_checked``. Validating a schema against its metaschema
-takes milliseconds, far longer than compiling it: most are seen to be valid at a glance.
+A backend of another kind begins with ``lower_checked``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import jsonschema
+import jsonschema_rs
 
 from guided_spec.errors import (
     GrammarCompileError,
@@ -31,15 +30,6 @@ from guided_spec.grammar.schema.lowered import (
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.steps import spend, spend_on_value
 
-DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
-    f"http://json-schema.org/draft-0{draft}/schema{end}": draft
-    for draft in (4, 6, 7)
-    for end in ("", "#")
-}
-TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
-LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$:-]*)*")
-PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
-DEEPEST = 32
 _TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
 _MOST_OPTIONAL = 500  # llguidance ends there; the largest of 541 schemas from the wild has 131
 _OF_VALIDATING = 150  # steps of one node
@@ -49,164 +39,47 @@ _ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 def check_schema(schema: Any) -> None:
     """Raise jsonschema.SchemaError where ``schema`` is not valid under its metaschema.
 
-    Its ``$schema`` names that, draft 2020-12 by default.
+    Its ``$schema`` names that, draft 2020-12 by default. The error is jsonschema's, which takes
+    milliseconds of Python: what jsonschema-rs finds valid is not shown to it.
     """
-    if not is_plainly_valid(schema):
+    spend_on_value(schema)
+    if not (_is_valid(schema) and all(map(_compiles, _patterns(schema)))):
         spend_on_value(schema, _OF_VALIDATING)
         draft = jsonschema.Draft202012Validator
         validator = jsonschema.validators.validator_for(schema, default=draft)
         validator.check_schema(schema)
 
 
-def is_plainly_valid(schema: Any) -> bool:
+def _is_valid(schema: Any) -> bool:
     """True only for schemas that their metaschema admits; False where unsure."""
-    draft: Any = 2020
-    if isinstance(schema, dict) and "$schema" in schema:
-        name = schema["$schema"]
-        draft = DRAFTS.get(name) if isinstance(name, str) else None
-    return draft is not None and _is_schema(draft, schema, DEEPEST)
-
-
-def _is_schema(draft: int, schema: Any, depth: int) -> bool:
-    if isinstance(schema, bool):
-        return draft > 4
-    if not isinstance(schema, dict) or depth == 0:
+    try:
+        return jsonschema_rs.meta.is_valid(schema)
+    except (ValueError, jsonschema_rs.ReferencingError):  # no JSON, or a metaschema of its own
         return False
-    spend(2 + len(schema))
-    if draft == 4 and any(
-        f"exclusive{m}imum" in schema and f"{m.lower()}imum" not in schema for m in ("Min", "Max")
-    ):
-        return False
-    checks = _checks(draft)
-    for keyword, value in schema.items():
-        check = checks.get(keyword)  # what no metaschema knows may be anything
-        if check is not None and not check(value, depth - 1):
-            return False
-    return True
 
 
-Check = Callable[[Any, int], bool]
-"""Whether a keyword's value is right; takes the depth that is left, too."""
-
-
-@cache
-def _checks(draft: int) -> dict[str, Callable[[Any, int], bool]]:
-    """By keyword, whether its value is right in a draft. Takes the depth that is left, too."""
-    one = partial(_is_schema, draft)
-
-    def several(value: Any, depth: int) -> bool:
-        return isinstance(value, list) and bool(value) and all(one(v, depth) for v in value)
-
-    def named(value: Any, depth: int) -> bool:
-        return isinstance(value, dict) and all(one(v, depth) for v in value.values())
-
-    def needed(value: Any, depth: int) -> bool:
-        return isinstance(value, dict) and all(
-            (bool(v) and _is_name_list(v)) or one(v, depth) for v in value.values()
-        )
-
-    is_old = draft == 4
-    return {
-        "items": (lambda v, d: one(v, d) or several(v, d)) if draft < 2020 else one,
-        "dependencies": needed,
-        "patternProperties": lambda v, d: named(v, d) and all(map(_is_pattern, v)),
-        "required": lambda v, _: _is_name_list(v) and (bool(v) or not is_old),
-        "enum": lambda v, _: isinstance(v, list) and (not is_old or _is_distinct_list(v)),
-        **dict.fromkeys(
-            ("exclusiveMinimum", "exclusiveMaximum"), _is_flag if is_old else _is_number
-        ),
-        **dict.fromkeys(
-            ("additionalProperties", "additionalItems"), lambda v, d: _is_flag(v) or one(v, d)
-        ),
-        **dict.fromkeys(("propertyNames", "not", "contains", "if", "then", "else"), one),
-        **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
-        **dict.fromkeys(("properties", "$defs", "definitions"), named),
-        **_VALUES,
-        **(_since_2020(one, named) if draft == 2020 else {}),
-    }
-
-
-def _since_2020(one: Check, named: Check) -> dict[str, Check]:
-    """Keywords that older drafts do not know. one, named: checks of a schema, and of named ones."""
-
-    def lists(value: Any, _: int) -> bool:
-        return isinstance(value, dict) and all(map(_is_name_list, value.values()))
-
-    return {
-        **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), one),
-        **dict.fromkeys(("readOnly", "writeOnly", "deprecated"), _is_flag),
-        "dependentSchemas": named,
-        "dependentRequired": lists,
-    }
-
-
-def _is_type(value: Any, _: int) -> bool:
-    if isinstance(value, str):
-        return value in TYPES
-    return _is_name_list(value) and bool(value) and TYPES.issuperset(value)
-
-
-def _is_name_list(value: Any) -> bool:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        return False
-    return len(set(value)) == len(value)
-
-
-def _is_distinct_list(values: list[Any]) -> bool:
-    """Whether there are some, all of them scalars but no bools, and none of them twice."""
-    if not all(value is None or type(value) in (str, int, float) for value in values):
-        return False
-    return bool(values) and len(set(values)) == len(values)
-
-
-def _is_flag(value: Any, _: int = 0) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_size(value: Any, _: int) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any, _: int = 0) -> bool:
-    return type(value) is int or type(value) is float
+def _patterns(schema: Any) -> Iterator[str]:
+    """All patterns, which jsonschema tries to compile as regexes of Python's, and other strings."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            named = value.get("patternProperties")
+            yield from named if isinstance(named, dict) else ()
+            if isinstance(pattern := value.get("pattern"), str):
+                yield pattern
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def _compiles(pattern: str) -> bool:
     # Under (?i) ``re`` looks at every character of a range.
     spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if _ANY_CASE.search(pattern) else 0))
-    return re.compile(pattern) is not None
-
-
-def _is_pattern(value: Any, _: int = 0) -> bool:
     try:
-        return isinstance(value, str) and _compiles(value)
+        return re.compile(pattern) is not None
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-_UNSURE = (
-    *("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),
-    *("$vocabulary", "contentSchema", "contentEncoding", "contentMediaType", "readOnly"),
-    *("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas"),
-    *("writeOnly", "deprecated"),
-)
-_VALUES: dict[str, Callable[[Any, int], bool]] = {
-    "$schema": lambda value, _: isinstance(value, str) and value in DRAFTS,
-    "$ref": lambda value, _: isinstance(value, str) and bool(LOCAL_REFERENCE.fullmatch(value)),
-    "$id": lambda value, _: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value)),
-    "type": _is_type,
-    "examples": lambda value, _: isinstance(value, list),
-    "pattern": _is_pattern,
-    "uniqueItems": _is_flag,
-    "multipleOf": lambda value, _: _is_number(value) and value > 0,
-    **dict.fromkeys(
-        ("id", "title", "description", "$comment", "format"), lambda v, _: isinstance(v, str)
-    ),
-    **dict.fromkeys(("minimum", "maximum"), _is_number),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_size),
-    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _is_size),
-    **dict.fromkeys(_UNSURE, lambda _, __: False),
-}
 
 
 def prepare_schema(schema: Any, additional: AdditionalProperties = "closed") -> Any:
