@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -49,12 +48,8 @@ from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
-from guided_spec.ops.sampling.noise import NoiseKeys
-from guided_spec.ops.sampling.verify import verify
-from guided_spec.ops.sampling.warp import Sampling, VerifyRows
+from guided_spec.ops.sampling.warm_up import SAMPLINGS, Decisions, launch_all
 from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
-from guided_spec.types import Draft, SamplingParams
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
@@ -437,16 +432,8 @@ def find_tokenizer(model: Any, options: Options) -> Any:
 
 _WARM_PROMPT = 8  # tokens
 _WARM_STEPS = 2  # of a text at least
-# What has kernels of its own: greedy or not, and filters.
-_WARM_SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
-)
-_WARM_RULES = TokenRules(SamplingParams(logit_bias={0: 1.0}), bad_words=((0,),))  # all others' too
 # Triton compiles a number that is 1 or a multiple of 16 by itself.
 _WARM_BATCHES = (1, 2, 16)
-_WARM_COLUMNS = 16  # of a draft's probabilities: kernels ask whether they are a multiple of 16
 
 
 def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -> None:
@@ -470,7 +457,7 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
     length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.model.max_length)
     prompt = [0] * min(_WARM_PROMPT, length - 1)
     batches = sorted({min(size, engine.model.num_slots) for size in _WARM_BATCHES})
-    for batch, sampling, one in product(batches, _WARM_SAMPLINGS, (grammar, None)):
+    for batch, sampling, one in product(batches, SAMPLINGS, (grammar, None)):
         params = replace(  # the salt: no request is drafted from these texts
             sampling,
             max_tokens=_WARM_PROMPT * _WARM_STEPS,
@@ -490,55 +477,29 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
 @torch.inference_mode()
 def _compile_kernels(engine: Engine) -> None:
     """All kernels of its steps that are known beforehand, many at a time."""
-    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: they need triton
-    from guided_spec.ops.sampling.verify_tiles_triton import WIDTHS
+    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
 
-    longest, slots = engine.config.longest_draft, engine.model.num_slots
-    lengths = [min(width - 1, longest) for width in WIDTHS]
-    sizes = {(1, length) for length in lengths} | {(slots, min(lengths))}  # all their kernels
     with compiling_ahead():
         # The largest first: all others are compiled beside them.
-        for (batch, length), params in product(sizes, _WARM_SAMPLINGS):
-            for draft in _drafts_of_every_kind(engine, batch, length):
-                _verify_anything(engine, draft, params)
+        launch_all(decisions_of(engine))
         with engine.compiling():
             for _ in engine.capture():
                 pass
         launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)
 
 
-def _drafts_of_every_kind(engine: Engine, batch: int, width: int) -> Iterator[Draft]:
-    """Drafts [B, K] of every kind that there may be: without probabilities, and of a whole and a
-    reduced vocabulary. What they hold is anything.
-    """
-    model, is_reduced = engine.model, engine.has_own_vocabulary
-
-    def anything(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=model.device)
-
-    token_ids = anything(batch, width, dtype=torch.int64)
-    draft = Draft(token_ids, anything(batch, dtype=torch.int64))
-    yield draft
-    if width:
-        draft = draft._replace(probs=anything(batch, width, _WARM_COLUMNS, dtype=torch.float32))
-        if is_reduced is not True:
-            yield draft
-        if is_reduced is not False:
-            yield draft._replace(columns=anything(model.vocab_size, dtype=torch.int32))
-
-
-def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
-    """With rules for single tokens, and without."""
-    batch, width = draft.token_ids.shape
-    model = engine.model
-    shape = (batch, width + 1, model.vocab_size)
-    logits = torch.empty(shape, dtype=model.dtype, device=model.device)
-    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
-    noise = NoiseKeys(sampling.seeds, sampling.seeds)
-    given = [_WARM_RULES, *[None] * (batch - 1)]
-    table = RuleTable.stack(given, model.vocab_size, model.device)
-    for rules in (None, Adjustments.stack(table, [[]] * batch, [0] * batch)):
-        verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier, rules))
+def decisions_of(engine: Engine) -> Decisions:
+    """What its steps decide."""
+    model, config = engine.model, engine.config
+    return Decisions(
+        batch_size=model.num_slots,
+        longest_draft=config.longest_draft,
+        vocab_size=model.vocab_size,
+        has_own_vocabulary=engine.has_own_vocabulary,
+        verifier=config.verifier,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def _write_texts(engine: Engine, requests: Sequence[Request]) -> None:

@@ -225,9 +225,10 @@ class Chain(Proposer):
 
     @property
     def has_own_vocabulary(self) -> bool | None:
-        """As its members have it, where those that say so agree."""
-        said = {member.has_own_vocabulary for member in self._members} - {None}
-        return said.pop() if len(said) == 1 else None
+        """As the only member says that knows; drafts of several are brought to the target's."""
+        said = [one.has_own_vocabulary for one in self._members]
+        known = [one for one in said if one is not None]
+        return known[0] if len(known) == 1 else None
 
     @property
     def learns(self) -> bool:

@@ -15,6 +15,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.ops.sampling.warm_up import SAMPLINGS, drafts_of_every_kind
 from guided_spec.proposers.chain import Chain
 from guided_spec.types import SamplingParams
 from tests.by_chance import draft_by_chance
@@ -47,7 +48,7 @@ def write(setup: Setup, temperature: float, batch: int) -> list[Chunk]:
 def test_no_step_captures_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:2])
+    monkeypatch.setattr(warming, "SAMPLINGS", SAMPLINGS[:2])
     setup = build(max_model_len=256, drafting="auto")
     with caplog.at_level(logging.INFO, "guided_spec.engine.setup"):
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
@@ -75,14 +76,15 @@ def test_kernels_are_compiled_for_the_drafts_that_a_proposer_makes() -> None:
         options = Options.from_dict({"kernels": "packed", "max_model_len": 64})
         setup = Setup.build(None, proposer, bundled_asset(draft), options)
         setup.grammars.queue.close()
-        drafts = warming._drafts_of_every_kind(setup.engine, 1, 3)
+        drafts = drafts_of_every_kind(warming.decisions_of(setup.engine), 1, 3)
         return [(draft.probs is not None, draft.columns is not None) for draft in drafts]
 
     none, whole, own = (False, False), (True, False), (True, True)
     assert kinds("eagle3", "eagle3") == [none, own]
     assert kinds("mtp", "mtp") == [none, whole]
     assert kinds("draft_model", "draft") == [none, whole, own]
-    assert kinds("chain:grammar_forced+eagle3", "eagle3") == [none, whole, own]
+    assert kinds("chain:grammar_forced+eagle3", "eagle3") == [none, own]
+    assert kinds("chain:eagle3+eagle3", "eagle3") == [none, whole, own]
 
 
 @pytest.mark.slow
@@ -130,7 +132,7 @@ def test_what_only_compiles_captures_nothing() -> None:
 def test_a_context_shorter_than_its_texts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:1])
+    monkeypatch.setattr(warming, "SAMPLINGS", SAMPLINGS[:1])
     setup = build(max_model_len=12)
     with caplog.at_level(logging.WARNING, "guided_spec.engine.setup"):
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)

@@ -24,6 +24,7 @@ from guided_spec.models.packed.graph_pool import GraphPool, Inputs
 from guided_spec.ops.launch_triton import compiling_ahead
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify import verify
+from guided_spec.ops.sampling.warm_up import SAMPLINGS
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, SamplingParams
 
@@ -117,7 +118,7 @@ def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
 ) -> None:
     """The table comes when the engine has long been warm."""
     forget_kernels()
-    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:1])
+    monkeypatch.setattr(warming, "SAMPLINGS", SAMPLINGS[:1])
     options = {
         "device": "cuda",
         "max_batch_size": 2,

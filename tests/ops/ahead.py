@@ -47,6 +47,7 @@ from guided_spec.types import Draft, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 128_256
+LONGEST = 40  # tokens of a draft
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -121,6 +122,13 @@ def decide(
     table = RuleTable.stack([rules] * batch, VOCAB_SIZE, CPU)
     adjustments = Adjustments.stack(table, [[]] * batch, [0] * batch)
     verify(logits, mask, draft, VerifyRows(sampling, noise, "rejection", adjustments))
+
+
+def decide_all() -> None:
+    """Over drafts of all lengths."""
+    for batch, width in product((1, 2), (0, 1, 5, 15, 31, LONGEST)):
+        for draft, params, rules in product(drafts(batch, width), SAMPLINGS, RULES):
+            decide(draft, params, rules, is_masked=batch == 1)
 
 
 def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> None:
@@ -244,9 +252,7 @@ def main() -> None:
     launch_triton._is_served = lambda _: True  # type: ignore[assignment]
     with launch_triton.compiling_ahead():
         launch_triton.launch(_broken, (1,))(torch.zeros(1))
-        for batch, width in product((1, 2), (0, 1, 5, 15, 31, 40)):
-            for draft, params, rules in product(drafts(batch, width), SAMPLINGS, RULES):
-                decide(draft, params, rules, is_masked=batch == 1)
+        decide_all()
         for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
             multiply_fp8(count, (4096, 4096), block)
             multiply_fp8(count, (24576, 4096), block)

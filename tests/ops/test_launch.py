@@ -53,3 +53,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_answer": 2,  # of the target's own vocabulary, and of a reduced one
         "_advance": 1,
     }
+
+
+@pytest.mark.slow
+def test_a_decision_compiles_nothing_after_the_warm_up(tmp_path: Path) -> None:
+    """Whatever the draft's length, probabilities and forced tokens, the filters and the rules."""
+    pytest.importorskip("triton")
+    assert run_compiling("tests.ops.warmed_up", tmp_path) == {}
