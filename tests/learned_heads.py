@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
@@ -132,7 +132,7 @@ class _BlockExample:
 
 def _states(head: Any, target: PreTrainedModel, text: Sequence[int]) -> Tensor:
     """[1, T, X]: what the head is fed with at each token."""
-    lm = CausalLM(target, num_slots=1, max_length=len(text) + 2)
+    lm = make_causal_lm(target, num_slots=1, max_length=len(text) + 2)
     inputs = SlotInputs(torch.tensor([text]), [0], [0], [len(text)])
     output = lm.forward(inputs, logits="none", hidden_layers=head.aux_hidden_layers)
     assert output.hidden_states is not None

@@ -21,7 +21,7 @@ import guided_spec
 from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.core import PromptPiece, Proposer, from_propose
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.target import make_target
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
@@ -30,7 +30,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.loading import load_model
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.ngram import NGram
@@ -86,8 +86,8 @@ def head_reader() -> Callable[[], None]:
     config = EngineConfig(num_draft_tokens=0)
     context = toy_context(target=model, draft=bundled_asset("eagle3"), config=config)
     head = build_proposer("eagle3", context)
-    lm = CausalLM(model, num_slots=1, max_length=context.max_model_len)
-    target = SlotTarget(lm, head.aux_hidden_layers)
+    lm = make_causal_lm(model, num_slots=1, max_length=context.max_model_len)
+    target = make_target(lm, head.aux_hidden_layers)
     prompt = [5, 6, 7, 8]
     batch = toy_batch([prompt], [None], k=0)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)

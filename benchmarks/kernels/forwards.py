@@ -22,10 +22,10 @@ from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
-from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import LayerStates
+from guided_spec.models.packed_form import PackedForm
 from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.linear.fp8_linear import FP8

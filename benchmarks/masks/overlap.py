@@ -23,7 +23,7 @@ from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import MaskRows
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import CausalLM, make_causal_lm
 from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
@@ -45,7 +45,7 @@ class _Step:
 
     def forward(self) -> None:
         self._model.forward(self._inputs)
-        self._model.commit(self._inputs.counts)
+        self._model.commit(self._inputs.counts, self._inputs.counts)
 
     def end(self) -> None:
         self._filling.upload()
@@ -62,7 +62,7 @@ def main(
     with failures_as_messages():
         folder = model or bundled_asset("target")
         loaded, tokenizer = load_model(folder, device=device), load_tokenizer(folder)
-        lm = CausalLM(loaded, num_slots=64, max_length=CONTEXT + num_draft_tokens + 1)
+        lm = make_causal_lm(loaded, num_slots=64, max_length=CONTEXT + num_draft_tokens + 1)
         stop = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, lm.vocab_size, stop)
         texts = _texts(vocabulary, tokenizer)

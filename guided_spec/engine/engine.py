@@ -30,13 +30,9 @@ from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Load, Scheduler
 from guided_spec.engine.slow_texts import SlowTexts
 from guided_spec.engine.suspects import Suspects
-from guided_spec.engine.target import (
-    SlotTarget,
-    group_prompts,
-    score_rows,
-    scored_length,
-    tokens_along,
-)
+from guided_spec.engine.target.prompts import group_prompts, tokens_along
+from guided_spec.engine.target.scores import score_rows, scored_length
+from guided_spec.engine.target.target import make_target
 from guided_spec.errors import GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.document import GrammarLimits
 from guided_spec.guide import Batches
@@ -75,7 +71,7 @@ class Engine:
         self._proposer, self._no_draft = proposer, NoDraft()
         # Who drafts nothing asks for no hidden states.
         self._layers = proposer.aux_hidden_layers if config.num_draft_tokens else ()
-        self._target = SlotTarget(model, self._layers)
+        self._target = make_target(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
         self._is_parallel = is_parallel(model.model)
         known = (self._scheduler, model, self._target, self._layers)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from guided_spec.core import DecodeBatch, PromptPiece
 from guided_spec.engine.pace import ForwardTimes, Pace
 from guided_spec.engine.request import Request
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.target import Target
 from guided_spec.models.packed.graph_pool import bucket
 from guided_spec.ops.host import named_range
 from guided_spec.step import Committed, Step, commit
@@ -61,7 +61,7 @@ class Flight(NamedTuple):
         yield from self.requests
         yield from (piece.request for piece in self.along)
 
-    def commit(self, target: SlotTarget) -> list[Committed]:
+    def commit(self, target: Target) -> list[Committed]:
         """What it gave every text; waits for it."""
         batch, step = self.batch, self.step
         with named_range("commit"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.target import Target
 from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
@@ -24,7 +24,7 @@ class Prefixes:
         self,
         scheduler: Scheduler,
         model: CausalLM,
-        target: SlotTarget,
+        target: Target,
         layers: tuple[int, ...],
         *,
         uses_cache: bool,

@@ -30,7 +30,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.target import ALONG
+from guided_spec.engine.target.prompts import ALONG
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
@@ -38,12 +38,14 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds
 from guided_spec.masks.rows import launch_walk
-from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
+from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
+from guided_spec.models.packed_form import PackedForm, is_packed_on
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
@@ -125,7 +127,7 @@ def plan_slots(
 
     Raises ConfigError when not even one text fits, and for more tokens than the model takes.
     """
-    probe = CausalLM(model, num_slots=1, max_length=1, kernels="stock")
+    probe = SlotLM(model, num_slots=1, max_length=1)
     budget = config.kv_memory_bytes
     if budget is None:
         share = SHARE_BESIDE_A_MODEL if has_draft_model else CUDA_SHARE
@@ -171,7 +173,7 @@ def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWi
     elif state_bytes := form.state_bytes(longest):
         fixed = replace(config, max_model_len=plan.max_model_len)
         plan = plan_texts(fixed, shares_blocks=True, state_bytes=state_bytes)
-    return CausalLM(
+    return make_causal_lm(
         model,
         num_slots=plan.num_slots,
         max_length=plan.max_model_len,

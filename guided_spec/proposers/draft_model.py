@@ -19,7 +19,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.errors import ConfigError, ModelError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.causal_lm import CausalLM, largest_context
+from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
 from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.tokenizer import load_tokenizer
@@ -46,12 +46,12 @@ class DraftCache:
         model = _load(context)
         limit = largest_context(model.config.get_text_config(decoder=True))
         length = min(limit or context.max_model_len, context.max_model_len)
-        self.model = CausalLM(
+        self.model = make_causal_lm(
             model,
             num_slots=context.num_slots,
             max_length=length,
             kernels=context.config.kernels,
-            beside=context.blocks,
+            blocks=context.blocks,
             window=context.window,
         )
         _check_width(self.model.vocab_size, context)
@@ -114,7 +114,7 @@ class DraftCache:
             count = min(self.chunk, end - start)
             tokens = torch.tensor([list(context[start : start + count])])
             self.model.forward(SlotInputs(tokens, [slot], [start], [count]), logits="none")
-            self.model.commit([count])
+            self.model.commit([count], [count])
             self.lengths[slot] += count
 
 
@@ -229,7 +229,8 @@ class Pard(DraftModel):
         inputs = SlotInputs(pad_ids(fed, max(counts)), slots, starts, counts)
         logits = self._model.forward(inputs, logits="all").logits
         assert logits is not None
-        self._model.commit([len(tokens) for tokens in pending])
+        counts = [len(tokens) for tokens in pending]
+        self._model.commit(counts, counts)
         for slot, row in zip(slots, rows, strict=True):
             cache.lengths[slot] = len(batch.contexts[row])
         first = to_device([len(tokens) - 1 for tokens in pending], batch.device)
@@ -308,7 +309,7 @@ class _Feeder:
         inputs = SlotInputs(tokens, self.slots, starts, counts)
         logits = self._model.forward(inputs, logits="last").logits
         assert logits is not None
-        self._model.commit(counts)
+        self._model.commit(counts, counts)
         logits = _fit_width(logits[:, 0], self.logits.shape[1])
         fed = [row for row, count in enumerate(counts) if count > 0]
         if len(fed) == len(self.logits):

@@ -23,7 +23,6 @@ from guided_spec.core import (
 )
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.causal_lm import is_packed_on
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.block.runner import (
     BlockReader,
@@ -39,6 +38,7 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.heads import PackedBlock, PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import AheadRunner, PackedSlotHead, ReadAhead
+from guided_spec.models.packed_form import is_packed_on
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.draft_chooser import DraftChooser

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.target import TakenStates
+from guided_spec.engine.target.states import TakenStates
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.engine.target import KeptStates
+from guided_spec.engine.target.states import KeptStates
 
 SLOTS, WIDTH, SIZE = 4, 3, 2
 

@@ -14,10 +14,10 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed_form import PackedForm
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget
 from tests.models.tiny import build, kv_bytes_per_token
@@ -173,13 +173,13 @@ def test_nobody_comes_in_who_could_not_go_on(
     headed: HeadedTarget, waited: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One read all of its prompt before, and had to go for the room that its first draft needs."""
-    read, forward = list[int](), SlotTarget._read_line
+    read, forward = list[int](), LineTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
         read.extend(len(prompt.token_ids) for prompt in line.prompts)
         return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    monkeypatch.setattr(LineTarget, "_read_line", reading)
     long = [5 + at * 7 % 300 for at in range(2 * BLOCK + 9)]
     prompts = [long[: BLOCK // 2], long[: BLOCK + 3], long]
     params = SamplingParams(max_tokens=56, ignore_eos=True)
@@ -192,13 +192,13 @@ def test_nobody_comes_in_who_could_not_go_on(
 
 def test_who_came_first_reads_first(headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though one that came later has a slot before its own."""
-    read, forward = list[int](), SlotTarget._read_line
+    read, forward = list[int](), LineTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
         read.extend(prompt.slot for prompt in line.prompts)
         return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    monkeypatch.setattr(LineTarget, "_read_line", reading)
     prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[3]]
     params = [replace(FREE, max_tokens=length) for length in (1, 9, 9)]
     with make(headed, "none", None, max_batch_size=2, prefill_tokens=8, prefix_cache=False) as llm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.engine.target import WORTH_A_FORWARD, group_prompts
+from guided_spec.engine.target.prompts import WORTH_A_FORWARD, group_prompts
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=40)
 

@@ -11,7 +11,7 @@ import pytest
 from guided_spec.engine import engine
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.blocks import BLOCK
@@ -63,13 +63,13 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 def count_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many prompts each forward reads, as forwards run."""
     found: list[int] = []
-    forward = SlotTarget._read_line
+    forward = LineTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
         found.append(len(line.prompts))
         return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    monkeypatch.setattr(LineTarget, "_read_line", reading)
     return found
 
 
@@ -109,13 +109,13 @@ def test_what_is_cached_is_not_read_again(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    forward = SlotTarget._read_line
+    forward = LineTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
         read.extend(prompt.start for prompt in line.prompts for _ in prompt.token_ids)
         return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    monkeypatch.setattr(LineTarget, "_read_line", reading)
     with make(headed) as llm:
         (one,) = llm.generate(SYSTEM, FREE)
         assert read == [0] * (len(SYSTEM) - 1)

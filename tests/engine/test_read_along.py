@@ -17,8 +17,8 @@ from guided_spec.core import DecodeBatch, PromptPiece
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
-from guided_spec.engine.target import ALONG, SlotTarget, tokens_along
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.target.prompts import ALONG, tokens_along
 from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
@@ -26,6 +26,7 @@ from guided_spec.types import Draft, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget
 from tests.models.speculation import prompts_of
+from tests.models.tiny import make_line_lm
 from tests.tiny_llm import make_llm, tiny_model
 
 # No grammar decides when a text comes: lengths say who joins whom.
@@ -47,9 +48,9 @@ PROPOSERS = [
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Forwards over prompts alone, and over prompts along with drafts, and how many they read."""
     calls = Counter[str]()
-    forward = SlotTarget._read_line
+    forward = LineTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
         kind = "along" if len(tokens) else "alone"
         calls[kind] += bool(line.prompts)
         calls["forwards"] += 1
@@ -57,7 +58,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         calls[f"most {kind}"] = max(calls[f"most {kind}"], count)
         return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    monkeypatch.setattr(LineTarget, "_read_line", reading)
     return calls
 
 
@@ -282,7 +283,7 @@ def test_who_joins_keeps_no_head_from_reading_ahead(
 
 
 class Known(NamedTuple):
-    """A draft of these tokens, as ``SlotTarget`` reads it."""
+    """A draft of these tokens, as ``LineTarget`` reads it."""
 
     draft: Draft
     most: tuple[int, ...]
@@ -302,8 +303,8 @@ def test_a_row_is_what_two_forwards_give(name: str) -> None:
     rest.append(PromptPiece(0, 0, texts[0][:-1]))
     outputs, states = list[Any](), list[Any]()
     for is_apart in (True, False):
-        lm = CausalLM(model, num_slots=4, max_length=60, kernels="packed", longest_draft=3)
-        target = SlotTarget(lm, (1, -1))
+        lm = make_line_lm(model, num_slots=4, max_length=60, longest_draft=3)
+        target = LineTarget(lm, (1, -1))
         target.read(begun)
         if is_apart:
             target.read(rest)

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
@@ -136,23 +137,23 @@ def test_samples_share_one_prefill(
 ) -> None:
     read: list[int] = []
     prompt = list(range(5, 25))
-    of_rows, of_line = CausalLM.forward, CausalLM.forward_line
+    of_rows, of_line = SlotLM.forward, LineLM.forward_line
 
     def count(starts: Sequence[int], counts: Sequence[int]) -> None:
         last = len(prompt) - 1  # which is left for the first step
         pairs = zip(starts, counts, strict=True)
         read.extend(max(min(start + count, last) - start, 0) for start, count in pairs)
 
-    def forward(self: CausalLM, inputs: SlotInputs, **options: Any) -> SlotOutput:
+    def forward(self: SlotLM, inputs: SlotInputs, **options: Any) -> SlotOutput:
         count(inputs.starts, inputs.counts)
         return of_rows(self, inputs, **options)
 
-    def forward_line(self: CausalLM, tokens: Tensor, rows: Rows, *layers: Any) -> LineOutput:
+    def forward_line(self: LineLM, tokens: Tensor, rows: Rows, *layers: Any) -> LineOutput:
         count(rows.starts, rows.counts)
         return of_line(self, tokens, rows, *layers)
 
-    monkeypatch.setattr(CausalLM, "forward", forward)
-    monkeypatch.setattr(CausalLM, "forward_line", forward_line)
+    monkeypatch.setattr(SlotLM, "forward", forward)
+    monkeypatch.setattr(LineLM, "forward_line", forward_line)
     with make_llm(architecture, "none", prefill_tokens=prefill_tokens) as llm:
         group = llm.generate(prompt, SamplingParams(n=5, temperature=1.0, seed=0, max_tokens=4))[0]
     assert sum(read) == len(prompt) - 1

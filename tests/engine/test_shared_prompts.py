@@ -11,10 +11,11 @@ import pytest
 
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.slot_head import SlotHead
+from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
 from tests.models.tiny import build
@@ -41,21 +42,22 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """Tokens that each kind of model reads in rows longer than a draft."""
     counts = Counter[Any]()
-    forward, forward_line = CausalLM.forward, CausalLM.forward_line
+    forward_line, forwards = LineLM.forward_line, {form: form.forward for form in (SlotLM, LineLM)}
 
-    def count(lm: CausalLM, lengths: Sequence[int]) -> None:
+    def count(lm: Any, lengths: Sequence[int]) -> None:
         counts[lm.config.model_type] += sum(length for length in lengths if length > 12)
 
-    def feeding(lm: CausalLM, inputs: Any, **options: Any) -> Any:
+    def feeding(lm: Any, inputs: Any, **options: Any) -> Any:
         count(lm, inputs.counts)
-        return forward(lm, inputs, **options)
+        return forwards[type(lm)](lm, inputs, **options)
 
-    def feeding_a_line(lm: CausalLM, token_ids: Any, rows: Any, *options: Any) -> Any:
+    def feeding_a_line(lm: Any, token_ids: Any, rows: Any, *options: Any) -> Any:
         count(lm, rows.counts)
         return forward_line(lm, token_ids, rows, *options)
 
-    monkeypatch.setattr(CausalLM, "forward", feeding)
-    monkeypatch.setattr(CausalLM, "forward_line", feeding_a_line)
+    for form in forwards:
+        monkeypatch.setattr(form, "forward", feeding)
+    monkeypatch.setattr(LineLM, "forward_line", feeding_a_line)
     for kind in (SlotHead, PackedSlotHead, BlockRunner):
 
         def reading(

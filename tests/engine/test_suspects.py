@@ -13,7 +13,8 @@ from guided_spec.engine.flights import Flights
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.target.slot_target import SlotTarget
 from guided_spec.errors import ModelError
 from guided_spec.masks import lookahead
 from guided_spec.step import commit, speculative_step
@@ -97,7 +98,8 @@ class Stages:
         self._patch.setattr(owner, name, called)
 
     def _in_forward(self) -> None:
-        self._after(SlotTarget, "verify")
+        for target in (SlotTarget, LineTarget):
+            self._after(target, "verify")
 
     def _in_sampling(self) -> None:
         self._after(step, "verify")
@@ -114,19 +116,23 @@ class Stages:
 
     def _in_prompts(self) -> None:
         """Whether they are read by themselves or with drafts."""
-        read, verify = SlotTarget.read, SlotTarget.verify
+        for target in (SlotTarget, LineTarget):
+            self._after_prompts(target)
 
-        def reading(target: SlotTarget, prompts: Any) -> None:
+    def _after_prompts(self, form: Any) -> None:
+        read, verify = form.read, form.verify
+
+        def reading(target: Any, prompts: Any) -> None:
             read(target, prompts)
             self._check([prompt.token_ids for prompt in prompts])
 
-        def verifying(target: SlotTarget, batch: DecodeBatch, flight: Any) -> Any:
+        def verifying(target: Any, batch: DecodeBatch, flight: Any) -> Any:
             found = verify(target, batch, flight)
             self._check([prompt.token_ids for prompt in batch.prompts])
             return found
 
-        self._patch.setattr(SlotTarget, "read", reading)
-        self._patch.setattr(SlotTarget, "verify", verifying)
+        self._patch.setattr(form, "read", reading)
+        self._patch.setattr(form, "verify", verifying)
 
 
 @pytest.fixture

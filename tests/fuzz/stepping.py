@@ -25,8 +25,8 @@ from guided_spec.engine.setup import Options, Setup
 from guided_spec.errors import RequestCancelledError
 from guided_spec.grammar import pipeline
 from guided_spec.masks.constraint import Constraint
-from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed_form import PackedForm
 from guided_spec.types import TokenLogprobs
 from tests.fuzz.workloads import CHOICES, Ask, Workload, headed
 from tests.models.tiny import kv_bytes_per_token

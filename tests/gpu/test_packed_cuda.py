@@ -12,10 +12,11 @@ import torch
 from guided_spec import LLM, SamplingParams
 from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import load_workload
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
+from guided_spec.models.line_lm import LineLM
 from guided_spec.models.loading import load_model
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
@@ -47,7 +48,7 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     model = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
     prompts = prompts_of([5, 17, 90, 1, 23, 9, 8], VOCAB, 0)
     expected = [generate_alone(model, prompt, 20) for prompt in prompts]
-    lm = CausalLM(cast(Any, model).to(CUDA), num_slots=8, max_length=130)
+    lm = make_causal_lm(cast(Any, model).to(CUDA), num_slots=8, max_length=130)
     assert lm.is_packed
     order = [6, 1, 4, 0, 7, 2, 3]
     rows = [Row(s, p, e) for s, p, e in zip(order, prompts, expected, strict=True)]
@@ -67,7 +68,7 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     whole = write_fp8(tmp_path, model, FORMS[form], with_experts=True)
     prompts = prompts_of([5, 17, 90], VOCAB, 0)
     expected = [generate_alone(whole, prompt, 20) for prompt in prompts]
-    lm = CausalLM(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)
+    lm = make_causal_lm(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)
     assert lm.is_packed
     rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
     prefill(lm, rows)
@@ -98,7 +99,7 @@ def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_p
 def test_short_prompts_are_graphs(batch: int, width: int) -> None:
     """A forward of few tokens takes the host longer to launch than the device to run."""
     window = CaptureWindow()
-    lm = CausalLM(
+    lm = make_causal_lm(
         cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
         num_slots=batch,
         max_length=800,
@@ -108,13 +109,13 @@ def test_short_prompts_are_graphs(batch: int, width: int) -> None:
     ids = torch.randint(VOCAB, (batch, width), generator=source)
     counts = [width - row for row in range(batch)]
     inputs = SlotInputs(ids, list(range(batch)), [0] * batch, counts)
-    assert lm._packed is not None
+    assert isinstance(lm, LineLM)
     assert lm._packed._graphs is not None
     before, found = len(lm._packed._graphs), []
     for largest in (SIZES[-1], 0):
         window.largest = largest
         output = lm.forward(inputs, logits="last", hidden_layers=(1,))
-        lm.commit([0] * batch)
+        lm.commit([0] * batch, counts)
         found.append([None if part is None else part.clone() for part in output])
         is_graph = len(lm._packed._graphs) - before
         assert is_graph == (sum(counts) <= SIZES[-1])  # and none more without
@@ -126,13 +127,13 @@ def test_short_prompts_are_graphs(batch: int, width: int) -> None:
 
 def test_forwards_of_one_size_share_a_graph() -> None:
     """Whatever their tokens are: drafts of any lengths, pieces of prompts; captured beforehand."""
-    lm = CausalLM(
+    lm = make_causal_lm(
         cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
         num_slots=4,
         max_length=100,
     )
-    stock = CausalLM(lm.model, num_slots=4, max_length=100, kernels="stock")
-    assert lm._packed is not None
+    stock = make_causal_lm(lm.model, num_slots=4, max_length=100, kernels="stock")
+    assert isinstance(lm, LineLM)
     assert lm._packed._graphs is not None
     num_shared = sum(size >= packed_lm.SHARED_FROM for size in SIZES)
     assert len(list(lm.capture((1,)))) == len(SIZES) + num_shared
@@ -147,7 +148,7 @@ def test_forwards_of_one_size_share_a_graph() -> None:
                 one, other = found[row, :count], expected[row, :count]
                 torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
         for one in (lm, stock):
-            one.commit(counts)
+            one.commit(counts, counts)
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
     assert len(lm._packed._graphs) == captured
 
@@ -158,7 +159,7 @@ def test_many_experts_in_half_precision(name: str) -> None:
     """Those of a prompt go through torch's grouped product, which other dtypes do not have."""
     model = cast(Any, build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA)
     model = model.bfloat16()
-    lm = CausalLM(model, num_slots=2, max_length=130)
+    lm = make_causal_lm(model, num_slots=2, max_length=130)
     assert lm.is_packed
     text = torch.tensor([prompts_of([40], VOCAB, 0)[0]])
     expected = model(text.to(CUDA), use_cache=False).logits[0].float()

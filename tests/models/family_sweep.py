@@ -19,7 +19,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import CausalLM, make_causal_lm
 from tests.models.families import NOT_BUILT, all_families, build_family
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 
@@ -45,7 +45,7 @@ def outcome_of(family: str) -> Outcome:
     Raises AssertionError where it writes other texts than ``generate`` without a ModelError.
     """
     try:
-        CausalLM(build_family(family), num_slots=2, max_length=MAX_LENGTH, kernels="stock")
+        make_causal_lm(build_family(family), num_slots=2, max_length=MAX_LENGTH, kernels="stock")
     except ModelError as error:
         return Outcome(str(error), str(error))
     model, expected = _reference(family)
@@ -64,7 +64,7 @@ def write_text(lm: CausalLM, expected: list[Row]) -> list[list[int]]:
 
 def _run(model: PreTrainedModel, expected: list[Row], kernels: Any) -> str:
     try:
-        lm = CausalLM(model, num_slots=4, max_length=MAX_LENGTH, kernels=kernels)
+        lm = make_causal_lm(model, num_slots=4, max_length=MAX_LENGTH, kernels=kernels)
     except ModelError as error:
         return str(error)
     if kernels == "packed" and not lm.is_packed:

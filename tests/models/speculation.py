@@ -60,7 +60,7 @@ def prefill(lm: CausalLM, rows: Sequence[Row]) -> None:
         starts = [min(start, len(row.prompt)) for row in rows]
         inputs = SlotInputs(token_ids, [row.slot for row in rows], starts, counts)
         logits = lm.forward(inputs, logits="last").logits
-        lm.commit(counts)
+        lm.commit(counts, counts)
         assert logits is not None
         for row, scores, count in zip(rows, logits, counts, strict=True):
             if count and start + count == len(row.prompt):
@@ -82,7 +82,7 @@ def speculate(lm: CausalLM, rows: Sequence[Row], source: random.Random) -> list[
         n = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
         row.tokens.extend(best[: n + 1])
         accepted.append(n)
-    lm.commit([n + 1 for n in accepted])
+    lm.commit([n + 1 for n in accepted], counts)
     return accepted
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.stock import kv_cache
 from tests.models.families import (
     ENCODER,
@@ -67,7 +67,7 @@ REFUSED = {
 
 def refusal(model: PreTrainedModel, max_length: int = 80, **options: object) -> str:
     with pytest.raises(ModelError) as caught:
-        CausalLM(model, num_slots=2, max_length=max_length, **options)  # type: ignore[arg-type]
+        make_causal_lm(model, num_slots=2, max_length=max_length, **options)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -123,12 +123,12 @@ def test_auto_keeps_the_stock_form_where_the_packed_one_is_wrong(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        lm = CausalLM(build_family(family), num_slots=2, max_length=80)
+        lm = make_causal_lm(build_family(family), num_slots=2, max_length=80)
     assert not lm.is_packed
     assert f"model_type='{family}'" in caplog.text
     assert "in packed form" in caplog.text
     caplog.clear()
-    assert CausalLM(build("llama"), num_slots=2, max_length=80).is_packed
+    assert make_causal_lm(build("llama"), num_slots=2, max_length=80).is_packed
     assert not caplog.text
 
 
@@ -140,7 +140,7 @@ def test_a_mask_of_a_models_own_is_found_in_slots_of_any_size(max_length: int) -
 
 def test_windows_that_were_read_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mistral")
-    CausalLM(model, num_slots=2, max_length=200)
+    make_causal_lm(model, num_slots=2, max_length=200)
     monkeypatch.setattr(kv_cache, "read_layers", lambda _: (["full_attention"] * 4, {}))
     assert "under the windows of its configuration" in refusal(model, 200)
 
@@ -149,7 +149,7 @@ def test_windows_that_were_read_wrongly_are_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("max_length", range(1, 13))
 def test_slots_of_any_size_can_be_tried(num_slots: int, max_length: int) -> None:
     for kernels in ("stock", "packed"):
-        CausalLM(build("llama"), num_slots=num_slots, max_length=max_length, kernels=kernels)
+        make_causal_lm(build("llama"), num_slots=num_slots, max_length=max_length, kernels=kernels)
     if max_length > 2:
         assert POSITIONS in refusal(build_family("trocr"), max_length)
 
@@ -158,7 +158,7 @@ def test_slots_of_any_size_can_be_tried(num_slots: int, max_length: int) -> None
 def test_half_precision_rounds_and_is_tried_all_the_same(dtype: torch.dtype) -> None:
     for family in ("gemma3n_text", "mixtral", "mpt"):
         half = build_family(family).to(dtype)  # type: ignore[arg-type]
-        CausalLM(half, num_slots=2, max_length=80)
+        make_causal_lm(half, num_slots=2, max_length=80)
     for family in ("gpt_neo", "moshi", "rwkv", "roberta"):
         refusal(build_family(family).to(dtype))  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ def test_a_model_in_training_mode_is_told_so() -> None:
 
 def test_a_table_of_positions_that_is_too_short_is_named() -> None:
     model = build_family("gpt2")
-    CausalLM(model, num_slots=1, max_length=512)
+    make_causal_lm(model, num_slots=1, max_length=512)
     assert "row 512 of an embedding of 512 rows" in refusal(model, 513)
     assert "row 599 of an embedding of 512 rows" in refusal(model, 600)
 
@@ -186,7 +186,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 def test_a_trial_leaves_everything_as_it_was(name: str) -> None:
     model = build(name)
     before, random_ = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    CausalLM(model, num_slots=2, max_length=80, kernels="packed")
+    make_causal_lm(model, num_slots=2, max_length=80, kernels="packed")
     assert torch.equal(torch.get_rng_state(), random_)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     modules = list(model.modules())
@@ -200,4 +200,4 @@ def test_a_model_with_hooks_can_be_tried() -> None:
     model = build("llama")
     for module in model.modules():
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
-    CausalLM(model, num_slots=2, max_length=80, kernels="stock")
+    make_causal_lm(model, num_slots=2, max_length=80, kernels="stock")

@@ -17,7 +17,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import ModelError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models import fp8
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.models.loading import load_model
 from guided_spec.ops.linear.experts import Gating, close_experts, open_experts, route
@@ -39,7 +39,7 @@ def make(name: str, **fields: Any) -> PreTrainedModel:
 def greedy_texts(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     """In packed form, by drafts that are right some of the time."""
     expected = [generate_alone(model, prompt, 16) for prompt in prompts]
-    lm = CausalLM(model, num_slots=3, max_length=60, kernels="packed")
+    lm = make_causal_lm(model, num_slots=3, max_length=60, kernels="packed")
     assert lm.is_packed
     rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
     prefill(lm, rows)
@@ -73,7 +73,7 @@ def test_packing_stores_nothing_twice(tmp_path: Path) -> None:
     model: Any = load_model(tmp_path, device="cpu")
     expected = model(IDS).logits
     for _ in range(2):  # the second one finds the weights packed
-        assert CausalLM(model, num_slots=1, max_length=20, kernels="packed").is_packed
+        assert make_causal_lm(model, num_slots=1, max_length=20, kernels="packed").is_packed
         assert torch.equal(model(IDS).logits, expected)
     attention = model.get_decoder().layers[1].self_attn
     storage = attention.q_proj.weight.untyped_storage()
@@ -112,7 +112,7 @@ def test_half_precision_is_near(tmp_path: Path) -> None:
     assert model.lm_head.weight.dtype == torch.bfloat16
     expected = whole.to(torch.bfloat16)(IDS).logits
     torch.testing.assert_close(model(IDS).logits, expected, rtol=0.1, atol=0.1)
-    assert CausalLM(model, num_slots=1, max_length=20, kernels="packed").is_packed
+    assert make_causal_lm(model, num_slots=1, max_length=20, kernels="packed").is_packed
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
+from guided_spec.models.line_lm import LineLM
+from guided_spec.models.slot_lm import SlotLM
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -169,5 +171,12 @@ def state_bytes_per_slot(model: PreTrainedModel) -> int:
     return _over_a_slot(model).state_bytes_per_slot
 
 
-def _over_a_slot(model: PreTrainedModel) -> CausalLM:
-    return CausalLM(model, num_slots=1, max_length=1, kernels="stock")
+def _over_a_slot(model: PreTrainedModel) -> SlotLM:
+    return SlotLM(model, num_slots=1, max_length=1)
+
+
+def make_line_lm(model: Any, **options: Any) -> LineLM:
+    """A model that has a packed form, in that form."""
+    lm = make_causal_lm(model, **{"kernels": "packed", **options})
+    assert isinstance(lm, LineLM)
+    return lm

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.packed import layer
 from guided_spec.models.packed.layer import PackedExperts, feed_of
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -83,7 +83,7 @@ def test_drafts_of_few_pairs_give_what_generate_gives(
     model, _ = block_of(kind)
     prompt = prompts_of([7], 64, 0)[0]
     expected = generate_alone(model, prompt, 20)
-    lm = CausalLM(model, num_slots=1, max_length=50, kernels="packed")
+    lm = make_causal_lm(model, num_slots=1, max_length=50, kernels="packed")
     assert lm.is_packed
     row = Row(0, prompt, expected)
     prefill(lm, [row])

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.mtp import QwenMtpHead
@@ -31,7 +31,7 @@ from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
-from tests.models.tiny import build
+from tests.models.tiny import build, make_line_lm
 
 VOCAB = 64
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None
     model = make(name)
     prompts = prompts_of([5, 17, 11, 1, 23], VOCAB, 0)
     expected = [generate_alone(model, prompt, 20) for prompt in prompts]
-    lm = CausalLM(model, num_slots=8, max_length=70, kernels="packed")
+    lm = make_causal_lm(model, num_slots=8, max_length=70, kernels="packed")
     assert lm.is_packed
     rows = [Row(s, p, e) for s, p, e in zip([6, 1, 4, 0, 7], prompts, expected, strict=True)]
     prefill(lm, rows)
@@ -77,7 +77,7 @@ def test_a_prompt_beside_other_rows(name: str) -> None:
     """It reads as it does by itself, and so do the others."""
     model, layers, width = make(name), (1, -1), 3
     running, prompt, behind = prompts_of([7, 19, width], VOCAB, 3)
-    alone, along = (CausalLM(model, num_slots=3, max_length=40, kernels="packed") for _ in range(2))
+    alone, along = (make_line_lm(model, num_slots=3, max_length=40) for _ in range(2))
     for lm in (alone, along):
         lm.forward(SlotInputs(torch.tensor([running]), [2], [0], [7]), logits="none")
     rows = Rows([2, 0], [7, 0], [width, len(prompt)])
@@ -104,7 +104,7 @@ def test_a_line_is_longer_than_any_graph(name: str) -> None:
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     for largest in (SIZES[-1], 0):
         window = CaptureWindow(largest=largest)
-        lm = CausalLM(make(name), num_slots=4, max_length=40, kernels="packed", window=window)
+        lm = make_line_lm(make(name), num_slots=4, max_length=40, window=window)
         output = lm.forward_line(tokens, Rows([2, 0, 3], [0, 0, 0], [9, 1, 13]), (0, -1))
         assert output.hidden_states is not None
         assert output.states.shape == (23, 32)
@@ -149,7 +149,7 @@ def test_long_lines_that_do_not_fit_their_slots_have_no_graph(
         return run(pool, key, *args, **kwargs)
 
     monkeypatch.setattr(GraphPool, "run", spy)
-    lm = CausalLM(make("llama"), num_slots=2, max_length=20, kernels="packed")
+    lm = make_line_lm(make("llama"), num_slots=2, max_length=20)
     states = [
         lm.forward_line(torch.arange(count), Rows([slot], [0], [count])).states
         for slot, count in ((0, 20), (1, 23))
@@ -161,7 +161,7 @@ def test_long_lines_that_do_not_fit_their_slots_have_no_graph(
 
 
 def test_a_line_that_no_blocks_are_left_for() -> None:
-    lm = CausalLM(make("llama"), num_slots=2, max_length=150, kernels="packed", num_blocks=2)
+    lm = make_line_lm(make("llama"), num_slots=2, max_length=150, num_blocks=2)
     count = BLOCK + 8
     lm.forward_line(torch.arange(count) % VOCAB, Rows([1], [0], [count]))
     with pytest.raises(ModelError, match="slot 0: no blocks are free for 1 positions"):
@@ -174,7 +174,7 @@ def test_a_line_that_no_blocks_are_left_for() -> None:
 def test_other_models_stay_as_they_are(name: str) -> None:
     model = make(name)
     before = {key: value.data_ptr() for key, value in model.state_dict().items()}
-    assert not CausalLM(model, num_slots=2, max_length=30, kernels="packed").is_packed
+    assert not make_causal_lm(model, num_slots=2, max_length=30, kernels="packed").is_packed
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == before
 
 
@@ -182,15 +182,15 @@ def test_other_models_stay_as_they_are(name: str) -> None:
 def test_what_a_model_does_behind_its_head_is_not_passed_over(dtype: torch.dtype) -> None:
     """In half precision a wide cap on the logits is less than what rounding does."""
     capped = cast(Any, build("gemma3", vocab_size=VOCAB, final_logit_softcapping=100.0)).to(dtype)
-    assert not CausalLM(capped, num_slots=1, max_length=8, kernels="packed").is_packed
+    assert not make_causal_lm(capped, num_slots=1, max_length=8, kernels="packed").is_packed
     plain = cast(Any, build("gemma3", vocab_size=VOCAB)).to(dtype)
-    assert CausalLM(plain, num_slots=1, max_length=8, kernels="packed").is_packed
+    assert make_causal_lm(plain, num_slots=1, max_length=8, kernels="packed").is_packed
 
 
 def test_stock_is_stock_and_auto_is_packed() -> None:
     model = make("llama")
-    assert not CausalLM(model, num_slots=1, max_length=8, kernels="stock").is_packed
-    assert CausalLM(model, num_slots=1, max_length=8).is_packed
+    assert not make_causal_lm(model, num_slots=1, max_length=8, kernels="stock").is_packed
+    assert make_causal_lm(model, num_slots=1, max_length=8).is_packed
 
 
 @pytest.mark.parametrize("logits", ["all", "last", "none"])
@@ -211,7 +211,7 @@ def test_every_kind_of_output_is_that_of_the_stock_forward(
     )
     found: list[SlotOutput] = []
     for kernels in ("stock", "packed"):
-        lm = CausalLM(model, num_slots=3, max_length=100, kernels=kernels)
+        lm = make_causal_lm(model, num_slots=3, max_length=100, kernels=kernels)
         found.append(lm.forward(inputs, logits=logits, hidden_layers=layers))  # type: ignore[arg-type]
     for name in ("logits", "hidden_states"):
         stock, packed = (getattr(output, name) for output in found)
@@ -234,7 +234,7 @@ def test_packing_leaves_the_stock_model_what_it_was() -> None:
     with torch.no_grad():
         expected, weights = model(ids).logits, {k: v.clone() for k, v in model.state_dict().items()}
         for _ in range(2):  # the second one finds the weights packed
-            CausalLM(model, num_slots=1, max_length=20, kernels="packed")
+            make_causal_lm(model, num_slots=1, max_length=20, kernels="packed")
             assert torch.equal(model(ids).logits, expected)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     attention = model.get_decoder().layers[0].self_attn
@@ -245,9 +245,9 @@ def test_packing_leaves_the_stock_model_what_it_was() -> None:
 def test_a_hook_is_not_passed_over() -> None:
     model = make("llama")
     hook = model.get_decoder().layers[1].register_forward_hook(lambda *_: None)
-    assert not CausalLM(model, num_slots=1, max_length=8, kernels="packed").is_packed
+    assert not make_causal_lm(model, num_slots=1, max_length=8, kernels="packed").is_packed
     hook.remove()
-    assert CausalLM(model, num_slots=1, max_length=8, kernels="packed").is_packed
+    assert make_causal_lm(model, num_slots=1, max_length=8, kernels="packed").is_packed
 
 
 @torch.inference_mode()
@@ -260,13 +260,13 @@ def test_a_replaced_projection_is_not_passed_over() -> None:
     mlp = model.get_decoder().layers[2].mlp
     mlp.up_proj = Doubling(32, 64, bias=False)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    lm = CausalLM(model, num_slots=1, max_length=8, kernels="packed")
+    lm = make_causal_lm(model, num_slots=1, max_length=8, kernels="packed")
     found = lm.forward(SlotInputs(ids, [0], [0], [5])).logits
     torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_hidden_layer_is_refused() -> None:
-    lm = CausalLM(make("llama"), num_slots=1, max_length=8, kernels="packed")
+    lm = make_causal_lm(make("llama"), num_slots=1, max_length=8, kernels="packed")
     inputs = SlotInputs(torch.zeros(1, 1, dtype=torch.int64), [0], [0], [1])
     with pytest.raises(ModelError, match="hidden layer 5: the model has 4 layers"):
         lm.forward(inputs, hidden_layers=(5,))
@@ -468,9 +468,7 @@ def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -
             compute()
         return seen
 
-    lm = CausalLM(build(name), num_slots=2, max_length=64)
-    packed = lm._packed
-    assert packed is not None
+    packed = make_line_lm(build(name), num_slots=2, max_length=64, kernels="auto")._packed
     assert isinstance(packed._decoder, PackedDecoder)
     assert len(packed._decoder._one_of_each) == kinds
     rows = Rows([0, 1], [0, 0], [3, 2])

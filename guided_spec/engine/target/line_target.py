@@ -1,0 +1,262 @@
+"""A target in packed form: the tokens of all texts, and pieces of prompts, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
+from guided_spec.engine.target.rows import fed_rows
+from guided_spec.engine.target.states import KeptStates, TakenStates
+from guided_spec.models.line_lm import LineLM
+from guided_spec.models.packed.packed_lm import LineOutput, Rows
+from guided_spec.ops.host import to_device
+
+
+class _Line(NamedTuple):
+    """What one forward reads: of each text what is left of its prompt, and then what is verified.
+
+    rows: of the forward; first those that verify, then those of other prompts. prompts: in the
+    order of their rows. own: int64 [M], where the tokens are that are verified; None: before all.
+    """
+
+    rows: Rows
+    prompts: Sequence[PromptPiece] = ()
+    own: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, prompts: Sequence[PromptPiece]) -> _Line:
+        """rows: what is verified. prompts: each in its own slot, or before what is verified."""
+        if not prompts:
+            return cls(rows)
+        others = {prompt.slot: prompt for prompt in prompts}
+        before = [
+            others.pop(slot, PromptPiece(slot, start, []))
+            for slot, start, _ in zip(*rows, strict=True)
+        ]
+        pieces = [*before, *others.values()]
+        read = [len(piece.token_ids) for piece in pieces]
+        counts = [count + one for count, one in zip_longest(rows.counts, read, fillvalue=0)]
+        joined = Rows([piece.slot for piece in pieces], [piece.start for piece in pieces], counts)
+        prompts = [piece for piece in pieces if piece.token_ids]
+        if not any(read[: len(before)]):
+            return cls(joined, prompts)
+        own = np.flatnonzero(joined.steps() >= joined.spread(np.array(read)))
+        return cls(joined, prompts, own)
+
+    def order(self) -> NDArray[np.int64]:
+        """int64 [N]: which each token is, of those that are verified and, behind, of prompts."""
+        assert self.own is not None
+        is_read = np.ones(sum(self.rows.counts), dtype=np.bool_)
+        is_read[self.own] = False
+        return np.argsort(np.argsort(is_read, kind="stable"))
+
+    def pieces(self) -> Iterator[tuple[PromptPiece, int]]:
+        """Each prompt, and where it begins in the line."""
+        begins = np.cumsum(self.rows.counts) - np.array(self.rows.counts)
+        places = dict(zip(self.rows.slots, begins.tolist(), strict=True))
+        return ((prompt, places[prompt.slot]) for prompt in self.prompts)
+
+
+class _LineRead(NamedTuple):
+    """A line's forward. prompts: the hidden states of its prompts, by slot, if any are captured."""
+
+    output: LineOutput
+    prompts: dict[int, Tensor]
+
+
+class ForwardAhead(NamedTuple):
+    """A forward over the tokens that a step has drawn, launched before the host knows them.
+
+    Of R rows of one token each. slots, starts: [R], where the tokens stand. contexts: [R] of the
+    texts, as of ``DecodeBatch``: lists that grow. output: of [R, 1] tokens.
+    """
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    contexts: tuple[Sequence[int], ...]
+    output: TargetOutput
+
+    def of(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput | None:
+        """What it gives for a batch, all of whose texts are among its rows; None where one is not,
+        or where the batch has more to read: then it was launched for nothing."""
+        if batch.prompts or flight.draft.token_ids.shape[1] > 0:
+            return None
+        places = {slot: at for at, slot in enumerate(self.slots)}
+        rows = [places.get(slot, -1) for slot in batch.slots]
+        for row, context in zip(rows, batch.contexts, strict=True):
+            if row < 0 or self.contexts[row] is not context or self.starts[row] != len(context) - 1:
+                return None
+        if len(rows) == len(self.slots):
+            return self.output
+        logits, hidden = self.output.logits, self.output.hidden_states
+        index = to_device(rows, logits.device)
+        kept = None if hidden is None else hidden[index]
+        return TargetOutput(logits[index], kept, [1] * len(rows))
+
+
+class LineTarget:
+    """See ``Target``.
+
+    layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
+    """
+
+    def __init__(self, model: LineLM, layers: tuple[int, ...] = ()) -> None:
+        self._model, self._layers = model, layers
+        self._states = KeptStates()
+        self._ahead: ForwardAhead | None = None
+
+    @property
+    def launches_at_once(self) -> bool:
+        """See ``Target.launches_at_once``."""
+        return self._model.device.type == "cuda"
+
+    @property
+    def is_ahead(self) -> bool:
+        """See ``Target.is_ahead``."""
+        return self._ahead is not None
+
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        """See ``Target.verify``.
+
+        It reads ``batch.prompts`` too: a forward reads every weight, whether for one token or for a
+        hundred. Where ``run_ahead`` was called for the same texts, it is launched already.
+        """
+        ahead, self._ahead = self._ahead, None
+        launched = None if ahead is None else ahead.of(batch, flight)
+        if launched is not None:
+            return launched
+        token_ids, rows = fed_rows(batch, flight, self._model.max_length)
+        line = _Line.of(rows, self._read_apart(rows, batch.prompts))
+        output = self._verify_line(token_ids, rows, line, flight.answer)
+        pairs = zip(line.rows.counts, rows.counts, strict=False)
+        return output._replace(num_before=[both - count for both, count in pairs])
+
+    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
+        """See ``Target.commit``."""
+        keep = [accepted + 1 for accepted in num_accepted]
+        assert output.counts is not None, "every row of a line has its own"
+        before = output.num_before or [0] * len(keep)
+        fed = [[*map(sum, zip(many, before, strict=True))] for many in (keep, output.counts)]
+        self._model.commit(*fed)
+        if output.hidden_states is not None:
+            self._states.add(batch.slots, keep, output.hidden_states)
+
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+        """See ``Target.run_ahead``.
+
+        Texts that are known to end with this token are left out. Does nothing where the others have
+        no blocks for it.
+        """
+        texts = zip(batch.slots, batch.contexts, batch.limits, strict=True)
+        rows = [at for at, (_, context, limit) in enumerate(texts) if self._goes_on(context, limit)]
+        slots = tuple(batch.slots[at] for at in rows)
+        contexts = tuple(batch.contexts[at] for at in rows)
+        starts = tuple(map(len, contexts))
+        if not rows or not self._model.holds(slots, [start + 1 for start in starts]):
+            return
+        fed = token_ids.clamp_min(0)
+        if len(rows) < len(batch):
+            fed = fed[to_device(rows, batch.device)]
+        line = _Line(Rows(slots, starts, [1] * len(rows)))
+        output = self._verify_line(fed, line.rows, line, None)
+        self._ahead = ForwardAhead(slots, starts, contexts, output)
+
+    def _goes_on(self, context: Sequence[int], limit: int) -> bool:
+        return limit > 0 and len(context) < self._model.max_length
+
+    def drop_ahead(self) -> None:
+        """See ``Target.drop_ahead``."""
+        self._ahead = None
+
+    def read(self, prompts: Sequence[PromptPiece]) -> None:
+        """See ``Target.read``."""
+        line = _Line.of(Rows((), (), ()), prompts)
+        self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
+
+    def _read_apart(self, rows: Rows, prompts: Sequence[PromptPiece]) -> Sequence[PromptPiece]:
+        """Read now what cannot be in one row with a draft; returns the other prompts.
+
+        No linear state goes back into a row as long as a prompt.
+        """
+        if not self._model.has_linear_state:
+            return prompts
+        drafted = {slot for slot, count in zip(rows.slots, rows.counts, strict=True) if count > 1}
+        apart = [prompt for prompt in prompts if prompt.slot in drafted]
+        if apart:
+            self.read(apart)
+        return [prompt for prompt in prompts if prompt.slot not in drafted]
+
+    def _verify_line(
+        self, token_ids: Tensor, rows: Rows, line: _Line, answer: Callable[[], None] | None
+    ) -> TargetOutput:
+        """int64 [B, T], of which ``rows`` says how many count, as tokens of ``line``.
+
+        answer: as of ``DraftInFlight``.
+        """
+        batch, width = token_ids.shape
+        total, own, fed = sum(rows.counts), line.own, token_ids.flatten()
+        is_ragged = total < batch * width  # else the tokens stand in the line as in their rows
+        wanted = [rows.places_in(width), rows.padded(width).flatten()] if is_ragged else []
+        wanted += [] if own is None else [own]
+        places = mixed = None
+        if wanted:  # in one copy
+            index = to_device(np.concatenate(wanted), self._model.device)
+            cuts = [total, total + batch * width] if is_ragged else [0, 0]
+            picked, places, mixed = index.tensor_split(cuts)
+            fed = fed[picked] if is_ragged else fed
+        (states, hidden), prompts = self._read_line(fed, line, answer)
+        if own is not None:
+            states, hidden = states[mixed], None if hidden is None else hidden[mixed]
+        else:
+            states = states[:total]
+        logits = self._model.logits(states)
+        if is_ragged:
+            logits = logits[places]
+        if hidden is not None:  # a copy: the next forward overwrites these
+            hidden = hidden[places] if is_ragged else hidden[:total].clone()
+            hidden = hidden.view(batch, width, -1)
+        return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts, prompts)
+
+    def _read_line(
+        self, token_ids: Tensor, line: _Line, answer: Callable[[], None] | None = None
+    ) -> _LineRead:
+        """Tokens int64 [M] on the device that are verified, and prompts, whose states are kept."""
+        device, prompts = self._model.device, line.prompts
+        if prompts:
+            if answer is not None:  # so many tokens may have to wait for their copy
+                answer()
+                answer = None
+            read = to_device([one for prompt in prompts for one in prompt.token_ids], device)
+            token_ids = torch.cat([token_ids, read])
+        if line.own is not None:
+            token_ids = token_ids[to_device(line.order(), device)]
+        output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
+        found = dict[int, Tensor]()
+        if output.hidden_states is not None and prompts:
+            # A copy: the next forward overwrites these, and a proposer reads them behind it.
+            hidden = output.hidden_states.clone()
+            for piece, first in line.pieces():
+                states = hidden[first : first + len(piece.token_ids)]
+                found[piece.slot] = states
+                self._states.add([piece.slot], [len(states)], states.unsqueeze(0))
+        return _LineRead(output, found)
+
+    def share_prefill(self, source: int, slot: int, length: int) -> None:
+        """See ``Target.share_prefill``."""
+        self._model.copy_slot(source, [slot], length)
+        self._states.copy(source, slot)
+
+    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
+        """See ``Target.take_features``."""
+        return self._states.take(slots, coming)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the hidden states of ended requests."""
+        self._states.take(slots)

@@ -1,0 +1,73 @@
+"""A target by its stock modules: one padded row of tokens for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
+from guided_spec.engine.target.rows import fed_rows
+from guided_spec.engine.target.states import KeptStates, TakenStates
+from guided_spec.models.slot_lm import SlotLM
+from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.ops.host import pad_ids
+
+
+class SlotTarget:
+    """See ``Target``.
+
+    layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
+    """
+
+    launches_at_once = False
+    is_ahead = False
+
+    def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
+        self._model, self._layers = model, layers
+        self._states = KeptStates()
+
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        """See ``Target.verify``."""
+        assert not batch.prompts, "a stock model takes one row a slot"
+        token_ids, rows = fed_rows(batch, flight, self._model.max_length)
+        inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
+        found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
+        assert found.logits is not None
+        return TargetOutput(found.logits, found.hidden_states)
+
+    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
+        """See ``Target.commit``."""
+        keep = [accepted + 1 for accepted in num_accepted]
+        self._model.commit(keep, [output.logits.shape[1]] * len(keep))
+        if output.hidden_states is not None:
+            self._states.add(batch.slots, keep, output.hidden_states)
+
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+        """Nothing: a forward of stock modules keeps the host busy."""
+
+    def drop_ahead(self) -> None:
+        """Nothing: no forward is launched ahead."""
+
+    def read(self, prompts: Sequence[PromptPiece]) -> None:
+        """Read prompts by a forward of their own, padded to the longest one."""
+        slots, starts, tokens, _ = zip(*prompts, strict=True)
+        counts = [len(row) for row in tokens]
+        inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
+        output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
+        self._model.commit(counts, counts)
+        if output.hidden_states is not None:
+            self._states.add(slots, counts, output.hidden_states)
+
+    def share_prefill(self, source: int, slot: int, length: int) -> None:
+        """See ``Target.share_prefill``."""
+        self._model.copy_slot(source, [slot], length)
+        self._states.copy(source, slot)
+
+    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
+        """See ``Target.take_features``."""
+        return self._states.take(slots, coming)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the hidden states of ended requests."""
+        self._states.take(slots)

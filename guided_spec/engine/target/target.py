@@ -1,0 +1,85 @@
+"""The target of an engine: what verifies drafts and reads prompts, over slots or in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
+from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.target.slot_target import SlotTarget
+from guided_spec.engine.target.states import TakenStates
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.line_lm import LineLM
+from guided_spec.models.slot_lm import SlotLM
+
+
+class Target(Protocol):
+    """Verifies drafts and reads prompts; keeps the hidden states a proposer asked for."""
+
+    @property
+    def launches_at_once(self) -> bool:
+        """See ``speculative_step``; if so, ``run_ahead`` leaves the host free too."""
+        ...
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next forward that verifies is launched already."""
+        ...
+
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        """One forward over the last committed token and the draft of every request."""
+        ...
+
+    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
+        """Keep the state of the last token and the accepted draft of every request.
+
+        output: of its forward.
+        """
+        ...
+
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+        """Launch the next forward over the only token that each text has got, where that pays.
+
+        token_ids: int64 [B, 1] on the device, -1 for none.
+        """
+        ...
+
+    def drop_ahead(self) -> None:
+        """Forget a forward that is launched: its texts go elsewhere."""
+        ...
+
+    def read(self, prompts: Sequence[PromptPiece]) -> None:
+        """Read prompts by a forward of their own."""
+        ...
+
+    def share_prefill(self, source: int, slot: int, length: int) -> None:
+        """Give ``slot`` the first ``length`` tokens of ``source``.
+
+        A model with a linear state must hold just these in ``source``.
+        """
+        ...
+
+    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
+        """What became known of each slot's hidden states since the last call, and forget it.
+
+        coming: slots whose prompts are not read yet: theirs are kept until they are.
+        """
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the hidden states of ended requests."""
+        ...
+
+
+def make_target(model: CausalLM, layers: tuple[int, ...] = ()) -> Target:
+    """The target for a model's form.
+
+    layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
+    """
+    if isinstance(model, LineLM):
+        return LineTarget(model, layers)
+    assert isinstance(model, SlotLM)
+    return SlotTarget(model, layers)

@@ -1,0 +1,184 @@
+"""A causal LM in packed form: the tokens of all texts in one line, keys and values in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.packed.blocks import BLOCK, Blocks, Prefix
+from guided_spec.models.packed.graph_pool import GraphPool
+from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
+from guided_spec.models.packed_form import PackedForm
+from guided_spec.models.stock.kv_cache import SavedState
+from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
+from guided_spec.models.target import check_layers
+from guided_spec.ops.delta_rule import DeltaStates
+from guided_spec.ops.host import to_device
+
+
+class LineLM:
+    """A ``CausalLM`` that also runs over one line of tokens, see ``forward_line``.
+
+    form: found for this ``max_length``. blocks: of the slots. is_guest: whether another model owns
+    ``blocks``: this one keeps its own keys and values by the same tables, and never frees any.
+    longest_draft: tokens of a row that ``commit`` may take back. width: see ``PackedLM``.
+    graphs: of its forwards; None runs without.
+    """
+
+    is_packed = True
+
+    @torch.inference_mode()
+    def __init__(  # noqa: PLR0913 - how a model is kept
+        self,
+        model: PreTrainedModel,
+        form: PackedForm,
+        blocks: Blocks,
+        *,
+        num_slots: int,
+        max_length: int,
+        is_guest: bool,
+        longest_draft: int,
+        width: int,
+        graphs: GraphPool | None,
+    ) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.num_slots, self.max_length = num_slots, max_length
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+        self.blocks: Blocks | None = blocks
+        self._blocks = blocks
+        self._is_guest = is_guest
+        self._longest_draft = longest_draft
+        memory = form.allocate(blocks, num_slots, longest_draft)
+        self._packed = PackedLM(form.decoder, memory, blocks, width=width, graphs=graphs)
+
+    @property
+    def runs_as(self) -> str:
+        """What computes, in words."""
+        return self._packed.runs_as
+
+    @property
+    def has_linear_state(self) -> bool:
+        """See ``CausalLM``."""
+        return bool(self._packed.states)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See ``CausalLM``: a linear state cannot be cut at a prefix."""
+        return not self.has_linear_state
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: SlotInputs,
+        *,
+        logits: LogitsKind = "all",
+        hidden_layers: tuple[int, ...] = (),
+    ) -> SlotOutput:
+        """See ``CausalLM.forward``."""
+        check_layers(hidden_layers, len(self._packed.memory))
+        return self._packed.forward(inputs, logits, hidden_layers)
+
+    @torch.inference_mode()
+    def forward_line(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        hidden_layers: tuple[int, ...] = (),
+        beside: Callable[[], None] | None = None,
+    ) -> LineOutput:
+        """``forward`` of tokens int64 [N], those of ``rows`` in turn.
+
+        See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
+        """
+        return self._packed.forward_line(token_ids, rows, hidden_layers, beside)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """The states of ``forward_line`` [..., H] to logits [..., V]."""
+        return self._packed.logits(states)
+
+    @torch.inference_mode()
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+        """See ``CausalLM.capture``."""
+        if self.device.type == "cuda":
+            yield from self._packed.capture(hidden_layers)
+
+    @torch.inference_mode()
+    def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
+        """See ``CausalLM.forward_seconds``."""
+        return self._packed.forward_seconds(hidden_layers)
+
+    def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:
+        """See ``CausalLM.commit``. No work: the next ``starts`` say what counts.
+
+        Raises ModelError where linear states cannot go back, because a row had more than
+        ``longest_draft`` tokens.
+        """
+        pairs = zip(keep, counts, strict=False)  # prompts next to these rows stay
+        cut = max((count for kept, count in pairs if kept < count), default=0)
+        if self.has_linear_state and cut > self._longest_draft:
+            raise ModelError(
+                f"keep={list(keep)}: a linear state goes back over rows of {self._longest_draft} "
+                f"tokens, and one had {cut}; make the CausalLM with a larger longest_draft"
+            )
+
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
+        """See ``CausalLM.start``."""
+        return self._blocks.start(slot, token_ids, salt)
+
+    def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
+        """See ``CausalLM.remember``."""
+        self._blocks.remember(slot, token_ids, length)
+
+    def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """See ``CausalLM.holds``."""
+        return self._blocks.holds(slots, np.array(lengths, dtype=np.int64))
+
+    def grow(self, slot: int, length: int) -> bool:
+        """See ``CausalLM.grow``."""
+        return self._blocks.grow(slot, length)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """See ``CausalLM.release``."""
+        if not self._is_guest:
+            self._blocks.release(slots)
+
+    def has_blocks(self, length: int) -> bool:
+        """See ``CausalLM.has_blocks``."""
+        return self._blocks.num_free * BLOCK >= min(length, self.max_length)
+
+    def can_copy(self, length: int) -> bool:
+        """See ``CausalLM.can_copy``."""
+        return self._blocks.can_share(length)
+
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
+        """See ``CausalLM.copy_slot``. The slots of a guest have blocks for so many tokens."""
+        give = self._blocks.copy_own if self._is_guest else self._blocks.share
+        for slot in destinations:
+            give(source, slot, length, self._packed.key_values)
+        self.load_states(destinations, self.save_states([source] * len(destinations)))
+
+    @torch.inference_mode()
+    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
+        """See ``CausalLM.save_states``."""
+        rows = to_device(slots, self.device)
+        return [DeltaStates(*(part[rows] for part in one)) for one in self._packed.states]
+
+    @torch.inference_mode()
+    def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
+        """See ``CausalLM.load_states``."""
+        rows = to_device(slots, self.device)
+        copies = [one for one in saved if isinstance(one, DeltaStates)]
+        for states, copy in zip(self._packed.states, copies, strict=True):
+            for part, rest in zip(states, copy, strict=True):
+                part[rows] = rest

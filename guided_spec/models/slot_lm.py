@@ -1,0 +1,134 @@
+"""A causal LM by its stock modules: a row of padded tokens for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from guided_spec.models.packed.blocks import Blocks, Prefix
+from guided_spec.models.stock.kv_cache import SavedState
+from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
+from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+from guided_spec.ops.delta_rule import DeltaStates
+
+
+class SlotLM:
+    """A ``CausalLM`` whose slots are tensors of ``max_length`` positions each.
+
+    There are no blocks, so every slot always has capacity for a whole text, and no text takes
+    keys and values from another one.
+    """
+
+    is_packed = False
+    runs_as = "stock modules"
+    shares_prefixes = False
+    blocks: Blocks | None = None
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.num_slots, self.max_length = num_slots, max_length
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+        self._slots = stock_slots(model, num_slots, max_length)
+        SlotTrial(self._slots).check_stock()
+
+    @property
+    def has_linear_state(self) -> bool:
+        """See ``CausalLM``."""
+        return self._slots.cache.has_linear_state
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token."""
+        return self._slots.cache.bytes_per_token()
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of linear state of one slot, which does not grow with the text."""
+        return self._slots.cache.state_bytes()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: SlotInputs,
+        *,
+        logits: LogitsKind = "all",
+        hidden_layers: tuple[int, ...] = (),
+    ) -> SlotOutput:
+        """See ``CausalLM.forward``."""
+        return self._slots.forward(inputs, logits, hidden_layers)
+
+    @torch.inference_mode()
+    def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:
+        """See ``CausalLM.commit``: linear states go back, keys and values stay."""
+        del counts  # the cache knows what it was given
+        self._slots.cache.commit(keep)
+
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+        """No graphs."""
+        del hidden_layers
+        yield from ()
+
+    def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
+        """No graphs, so nothing was timed."""
+        del hidden_layers
+        return {}
+
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
+        """No prefix is kept."""
+        del slot, token_ids, salt
+        return Prefix(0, 0)
+
+    def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
+        """Nothing: no text takes from another one."""
+
+    def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Always."""
+        del slots, lengths
+        return True
+
+    def grow(self, slot: int, length: int) -> bool:
+        """Always."""
+        del slot, length
+        return True
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing: the next text overwrites the slot."""
+
+    def has_blocks(self, length: int) -> bool:
+        """Always."""
+        del length
+        return True
+
+    def can_copy(self, length: int) -> bool:
+        """Always."""
+        del length
+        return True
+
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
+        """See ``CausalLM.copy_slot``."""
+        self._slots.cache.copy_slot(source, destinations, length)
+
+    @torch.inference_mode()
+    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
+        """See ``CausalLM.save_states``."""
+        return self._slots.cache.save_states(slots)
+
+    @torch.inference_mode()
+    def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
+        """See ``CausalLM.load_states``."""
+        copied = [one for one in saved if isinstance(one, SavedState)]
+        self._slots.cache.load_states(slots, copied)
+
+
+def stock_slots(model: PreTrainedModel, num_slots: int, max_length: int) -> StockSlots:
+    """The slots of a model. Raises ModelError where its layers cannot be kept so."""
+    with errors_naming(model, "its layers cannot be kept in slots"):
+        return StockSlots(model, num_slots, max_length)
