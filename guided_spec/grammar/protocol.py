@@ -55,12 +55,13 @@ class Source(NamedTuple):
 
     matcher: stands where they do, at a text that has not ended. reach: tokens, perhaps none, that
     it alone judges, as it fills the rows before them and the one behind. stops: the tokens that end
-    a text.
+    a text. leads: tokens after which it does not judge alone.
     """
 
     matcher: GrammarMatcher
     reach: int
     stops: frozenset[int]
+    leads: frozenset[int] = frozenset()
 
 
 class Budget(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xgrammar
@@ -14,8 +15,24 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import ModelError
 from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.ops.mask_words import row_of
 
 _LOG = logging.getLogger(__name__)
+
+
+_LEAD = b"\xed"
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # encoded: no UTF-8 text holds these two bytes
+
+
+class SplitSurrogates(NamedTuple):
+    """Pairs of tokens between which a surrogate's encoding would be split.
+
+    leads: the tokens that end with its first byte. others: int32 [W], the tokens that may follow
+    one of these.
+    """
+
+    leads: frozenset[int]
+    others: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,8 @@ class Vocabulary:
     """A model's tokens as bytes. The text of a request is its tokens' bytes, one after another.
 
     token_bytes: V entries, V being the width of the model's logits. ``b""`` for every token that
-        constrained text must not hold: added tokens (special or not), stop tokens, padding.
+        constrained text must not hold: added tokens (special or not), stop tokens, padding. So it
+        becomes for tokens that hold the encoding of a surrogate, which is no UTF-8.
     stop_token_ids: the tokens that end a text, at least one.
     vocab_size: V.
     text_bytes: V entries, what each token shows in a text. As ``token_bytes``, plus the added
@@ -50,6 +68,9 @@ class Vocabulary:
                     f"{name} has {found} entries for a vocabulary of {self.vocab_size}"
                 )
         _check_stop_tokens(self.stop_token_ids, self.vocab_size)
+        if any(map(_holds_surrogate, self.token_bytes)):
+            kept = tuple(b"" if _holds_surrogate(data) else data for data in self.token_bytes)
+            object.__setattr__(self, "token_bytes", kept)
 
     @classmethod
     def from_tokenizer(
@@ -97,6 +118,14 @@ class Vocabulary:
         return frozenset(empty.difference(self.stop_token_ids))
 
     @cached_property
+    def split_surrogates(self) -> SplitSurrogates:
+        """Which tokens must not follow which, so that no surrogate is written."""
+        tokens = range(self.vocab_size)
+        ends = (token for token in tokens if self.token_bytes[token].endswith(_LEAD))
+        begins = [t for t in tokens if _holds_surrogate(_LEAD + self.token_bytes[t][:1])]
+        return SplitSurrogates(frozenset(ends), ~row_of(begins, self.vocab_size))
+
+    @cached_property
     def ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
         """By the bytes they spell, tokens in ascending order; not those that spell nothing."""
         ids: dict[bytes, tuple[int, ...]] = {}
@@ -124,6 +153,10 @@ class Vocabulary:
                 ids[data[0]] = token_id
         ids.flags.writeable = False
         return ids
+
+
+def _holds_surrogate(data: bytes) -> bool:
+    return _LEAD in data and _SURROGATE.search(data) is not None
 
 
 def _decode_tokens(tokenizer: Any, vocab_size: int, stop: tuple[int, ...]) -> list[bytes]:

@@ -135,6 +135,8 @@ class Fork:
         self.token_ids.append(token_id)
         if source is not None:
             self._unheard.append(token_id)
+            if token_id in source.leads:
+                self._settle()
         return True
 
     def rollback_to(self, length: int) -> None:

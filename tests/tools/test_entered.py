@@ -20,7 +20,5 @@ def test_a_step_enters_the_step_and_its_own_proposer() -> None:
 def test_hidden_states_come_from_the_target_to_the_head_without_being_loaded() -> None:
     files = entered(head_reader())
     assert files[0] == "engine/target/line_target.py"
-    assert {"models/line_lm.py", "proposers/learned_head.py", "models/heads/eagle.py"} < set(
-        files
-    )
+    assert {"models/line_lm.py", "proposers/learned_head.py", "models/heads/eagle.py"} < set(files)
     assert "models/loading.py" not in files

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import xgrammar
+from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
@@ -30,7 +32,7 @@ from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
 from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
-from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.grammar.vocabulary import SplitSurrogates, Vocabulary
 
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
 # take 40 MB each, and seconds to compile.
@@ -147,7 +149,8 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         compiled = _compile(compilers, source.main)
         style = None if source.style is None else _compile(compilers, source.style)
         excluded, stops = self._without_bytes - source.named, self.vocabulary.stop_token_ids
-        return XGrammarGrammar(compiled, style, excluded, source.notes, stops, source)
+        split = self.vocabulary.split_surrogates
+        return XGrammarGrammar(compiled, style, excluded, source.notes, stops, source, split)
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[XGrammarGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
@@ -174,6 +177,7 @@ class XGrammarGrammar:
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
     stops: the tokens that end a text; empty for those that it was compiled with.
     source: what it was compiled from; None where somebody else has compiled it.
+    split: of the vocabulary; None where somebody else's rows are to be kept as they are.
     """
 
     compiled: Any
@@ -182,6 +186,7 @@ class XGrammarGrammar:
     notes: tuple[Unenforced, ...] = ()
     stops: tuple[int, ...] = ()
     source: XGrammarSource | None = None
+    split: SplitSurrogates | None = None
     backend: ClassVar[str] = "xgrammar"
 
     @property
@@ -208,58 +213,98 @@ class XGrammarGrammar:
     def _matcher(self, compiled: Any) -> GrammarMatcher:
         stops = [*self.stops] or None
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        return XGrammarMatcher(matcher, frozenset(self.stops or matcher.stop_token_ids))
+        return XGrammarMatcher(matcher, frozenset(self.stops or matcher.stop_token_ids), self.split)
+
+
+_NOTHING_SPLIT = SplitSurrogates(frozenset(), np.zeros(0, dtype=np.int32))
 
 
 class XGrammarMatcher(Matcher):
-    """xgrammar's own matcher.
+    """xgrammar's own matcher, in texts that are UTF-8.
 
-    own: it. stops: the tokens that end a text. It knows itself whether one of them was accepted: to
+    own: it. Its classes and strings hold surrogates, so that two tokens may write the encoding of
+    one between them. split: the tokens that do; None allows them.
+    stops: the tokens that end a text. It knows itself whether one of them was accepted: to
     ask takes as long as half a token does.
     """
 
-    fill_next_token_bitmask: Callable[..., bool]
-
-    def __init__(self, own: Any, stops: frozenset[int]) -> None:
+    def __init__(self, own: Any, stops: frozenset[int], split: SplitSurrogates | None) -> None:
         self._own, self._stops = own, stops
-        # Its own methods, so that a call costs no more than there.
-        self._accept = own.accept_token
-        self.fill_next_token_bitmask = own.fill_next_token_bitmask
+        self._split = split or _NOTHING_SPLIT
+        self._accept = own.accept_token  # its own method, so that a call costs no more than there
         self._has_ended: bool = own.is_terminated()
+        self._length = 0  # tokens accepted
+        self._led: list[int] = []  # lengths of the text after which no surrogate may go on
 
     @property
     def row_source(self) -> GrammarMatcher:
         """xgrammar's, many of which are asked at once."""
         own: GrammarMatcher = self._own
-        return own
+        return self if self._is_led else own
+
+    @property
+    def _is_led(self) -> bool:
+        return bool(self._led) and self._led[-1] == self._length
 
     def source(self) -> Source | None:
-        """xgrammar's, for good."""
-        return None if self._has_ended else Source(self._own, UNBOUND, self._stops)
+        """xgrammar's, up to the next token that may begin a surrogate."""
+        if self._has_ended or self._is_led:
+            return None
+        return Source(self._own, UNBOUND, self._stops, self._split.leads)
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """See ``Matcher``."""
-        self._has_ended = bool(token_ids) and token_ids[-1] in self._stops
+        for token_id in token_ids:
+            self._note(token_id)
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
+        if self._is_led and not _has_bit(self._split.others, token_id):
+            return False
         if not self._accept(token_id):
             return False
-        self._has_ended = token_id in self._stops
+        self._note(token_id)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
+        forbids: bool = self._own.fill_next_token_bitmask(bitmask, index)
+        if not self._is_led:
+            return forbids
+        others = self._split.others
+        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+        row[: len(others)] &= others
         return True
 
     def fork(self) -> XGrammarMatcher:
         """An independent copy at the same position."""
-        return XGrammarMatcher(self._own.fork(), self._stops)
+        copy = XGrammarMatcher(self._own.fork(), self._stops, self._split)
+        copy._length, copy._led = self._length, self._led.copy()
+        return copy
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last ``num_tokens`` accepted tokens."""
         self._own.rollback(num_tokens)
+        self._length -= num_tokens
+        while self._led and self._led[-1] > self._length:
+            self._led.pop()
         self._has_ended = self._has_ended and num_tokens == 0
 
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""
         return self._has_ended
+
+    def _note(self, token_id: int) -> None:
+        """A token was accepted."""
+        self._length += 1
+        self._has_ended = token_id in self._stops
+        if token_id in self._split.leads:
+            self._led.append(self._length)
+
+
+def _has_bit(row: NDArray[np.int32], token_id: int) -> bool:
+    word = token_id >> 5
+    return 0 <= word < len(row) and bool(row[word] >> (token_id & 31) & 1)
 
 
 def _with_prefixes(info: Any) -> Any:

@@ -93,7 +93,10 @@ class Endings(Protocol):
 
 
 LAST = 0x10FFFF
-"""The largest code point. Surrogates count as characters, as the backend has it."""
+"""The largest code point."""
+
+# Surrogates have no encoding in UTF-8, so no class holds them.
+_PLANES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, LAST))
 
 
 @lru_cache(1024)
@@ -104,14 +107,14 @@ def byte_sequences(ranges: tuple[tuple[int, int], ...]) -> list[list[tuple[int, 
     """
     found: list[list[tuple[int, int]]] = []
     for low, high in ranges:
-        for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST)):
+        for first, last in _PLANES:
             if max(low, first) <= min(high, last):
                 found.extend(_split(_utf8(max(low, first)), _utf8(min(high, last))))
     return found
 
 
 def _utf8(code: int) -> bytes:
-    return chr(code).encode("utf-8", "surrogatepass")
+    return chr(code).encode()
 
 
 def _split(low: bytes, high: bytes) -> list[list[tuple[int, int]]]:

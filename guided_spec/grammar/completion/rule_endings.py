@@ -31,7 +31,7 @@ _MOST_READINGS = 4096
 _MOST_STATES = 1 << 16
 _OBJECT_BYTES = 500  # of a state, an open call or a rule's state, with what it holds
 _FEWEST = 8  # of ASCII, that are worth a run
-_WIDE = byte_sequences(((0x80, 0xD7FF), (0xE000, LAST)))  # no token holds a surrogate
+_WIDE = byte_sequences(((0x80, LAST),))
 
 
 class Frame:
