@@ -14,7 +14,7 @@ ChoicePaths = Literal["all", "canonical"]
 MOST_NODES = 4096  # each is a context that the model has to read
 
 _Arcs = list[tuple[tuple[int, int], ...]]
-"""One text: by position the tokens that go on from there, each with the position behind it."""
+"""One text: by position the tokens that go on from there, each with the position after it."""
 
 _Places = list[tuple[int, int]]
 """Texts that are still possible, each with the position reached in it."""
@@ -37,7 +37,7 @@ class Node(NamedTuple):
 
 
 class TokenRow(NamedTuple):
-    """Tokens behind a prompt, for one row of a forward.
+    """Tokens after a prompt, for one row of a forward.
 
     nodes: those asked about, each a beginning of ``token_ids`` as long as its path.
     """
@@ -69,12 +69,12 @@ class ChoiceTree:
         """The tree of distinct ``texts``, none of them empty.
 
         spell: the tokens of a text, the only ones that it is written in; None admits all ways to
-        write it. A text that goes on behind another is told from it by the stop tokens.
+        write it. A text that goes on after another is told from it by the stop tokens.
 
         Raises ConfigError for a text that the tokens cannot write, and for more than 4096 nodes.
         """
         arcs = [
-            _one_way(t, spell) if spell else _all_ways(t, vocabulary) for t in map(_utf8, texts)
+            _one_path(t, spell) if spell else _all_ways(t, vocabulary) for t in map(_utf8, texts)
         ]
         for text, ways in zip(texts, arcs, strict=True):
             if not ways[0]:
@@ -132,7 +132,7 @@ class ChoiceTree:
 
 
 def _moves(arcs: Sequence[_Arcs], places: _Places, stops: Sequence[int]) -> dict[int, _Places]:
-    """By legal token, the texts that are possible behind it."""
+    """By legal token, the texts that are possible after it."""
     moves: dict[int, _Places] = {}
     for choice, at in places:
         for token_id, behind in arcs[choice][at]:
@@ -143,7 +143,7 @@ def _moves(arcs: Sequence[_Arcs], places: _Places, stops: Sequence[int]) -> dict
 
 
 def _all_ways(text: bytes, vocabulary: Vocabulary) -> _Arcs:
-    """Without tokens behind which the rest of the text cannot be written."""
+    """Without tokens after which the rest of the text cannot be written."""
     ids, longest = vocabulary.ids_by_bytes, vocabulary.longest_token
     arcs: _Arcs = [()] * (len(text) + 1)
     for start in range(len(text) - 1, -1, -1):
@@ -157,7 +157,7 @@ def _all_ways(text: bytes, vocabulary: Vocabulary) -> _Arcs:
     return arcs
 
 
-def _one_way(text: bytes, spell: Callable[[bytes], list[int]]) -> _Arcs:
+def _one_path(text: bytes, spell: Callable[[bytes], list[int]]) -> _Arcs:
     return [*(((token_id, at + 1),) for at, token_id in enumerate(spell(text))), ()]
 
 

@@ -189,7 +189,7 @@ class _SizeReader:
             or sum(self.counts.values()) > LARGE_REPEATS
             or self.repeated > LARGE_REPEATS_IN_ALL
             or (self.has_bounded_object and longest > LARGE_BOUNDED_OBJECT)
-            # Branches are written out together with what stands beside them, again at each level.
+            # Branches are written out together with what stands next to them, again at each level.
             or (self.has_reference and self.has_joined and self.expansion > LARGE_EXPANSION)
         )
         nesting, repetitions, alternatives = (_extent(*self.largest[name]) for name in _EXTENTS)

@@ -228,7 +228,7 @@ class RuleReader:
     read_here: as ``read_source``. Safe to use from several threads.
 
     Where grammars are new all the time, some milliseconds of Python for each would hold up every
-    step of the texts that decode in this process. A worker is started beside them once 32 have
+    step of the texts that decode in this process. A worker is started next to them once 32 have
     come, and anew where it died. Nobody waits for it: while none is idle, rules are read here, save
     those that take too many steps.
     """

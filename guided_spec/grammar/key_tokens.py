@@ -26,11 +26,11 @@ _LONG_ESCAPE = len("\\u0061")
 class Mode(IntEnum):
     """What the next byte belongs to."""
 
-    OUTSIDE = 0  # of strings: to a value, or to what stands behind a key or value
-    BEFORE_KEY = 1  # behind an object's brace or comma
+    OUTSIDE = 0  # of strings: to a value, or to what stands after a key or value
+    BEFORE_KEY = 1  # after an object's brace or comma
     KEY = 2
     STRING = 3  # a value
-    ESCAPE = 4  # in such a string, behind a backslash
+    ESCAPE = 4  # in such a string, after a backslash
 
 
 class Keys(NamedTuple):
@@ -92,7 +92,7 @@ START = KeyState()
 
 
 def advance(state: KeyState, data: bytes, spelled: Container[bytes] = ()) -> KeyState | None:
-    """The state behind ``data``; None where a key is written for the second time in one object.
+    """The state after ``data``; None where a key is written for the second time in one object.
 
     What is no JSON leads anywhere. spelled: the keys to remember as such.
     """
@@ -127,7 +127,7 @@ def unescape(
 ) -> tuple[bytes, bytes, int]:
     """Read on in a string from ``data[at]``, up to its end or to the quote that closes it.
 
-    Returns the decoded text behind ``key``, an escape that is not complete, and where that is.
+    Returns the decoded text after ``key``, an escape that is not complete, and where that is.
     """
     if not escape and b"\\" not in data:
         stop = data.find(b'"', at)
@@ -147,7 +147,7 @@ def unescape(
 
 
 def _step(byte: bytes, mode: Mode, frame: Frame | None) -> tuple[Mode, Frame | None]:
-    """Behind one byte of structure."""
+    """After one byte of structure."""
     match byte:
         case b'"':
             return (Mode.KEY if mode is Mode.BEFORE_KEY else Mode.STRING), frame
@@ -194,7 +194,7 @@ _CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
 class KeyTokens:
     """Which tokens may end, spell or begin a key; shared by all grammars of one vocabulary.
 
-    closers: by the decoded rest of a key, the tokens that write it and the quote behind it.
+    closers: by the decoded rest of a key, the tokens that write it and the quote after it.
     whole: by a decoded key, the tokens that hold it with both quotes.
     loaded: tokens that may hold the ends of two keys of one object.
     texts: by their bytes, all tokens.
@@ -227,7 +227,7 @@ class KeyTokens:
     def _add(self, token: int, data: bytes) -> None:
         pieces = _pieces(data)
         self.closers.setdefault(_decoded(pieces[0]), []).append(token)
-        # It may begin outside of strings, inside of one, or there and behind a backslash.
+        # It may begin outside of strings, inside of one, or there and after a backslash.
         starts = [(pieces, 1), (pieces, 2), (_pieces(data[1:]), 2)]
         keys = [_decoded(piece) for found, first in starts for piece in found[first:-1:2]]
         for key in dict.fromkeys(keys):

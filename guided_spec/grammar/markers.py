@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.protocol import GrammarMatcher, WrappedGrammar, WrappedMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
@@ -36,7 +36,7 @@ class Marker:
 
     State n means that the last symbols are the first n of the marker; ``len(marker)`` is the end.
     In a state before it, a token is refused if it ends the text, or if the marker would end inside
-    of it: what stands behind the marker belongs to the constraint, in tokens of its own. A single
+    of it: what stands after the marker belongs to the constraint, in tokens of its own. A single
     byte is never refused, so the marker can always be reached.
 
     Immutable but for its cache of rows; shared by requests. Raises GrammarCompileError for a marker
@@ -60,7 +60,7 @@ class Marker:
         return len(self.symbols)
 
     def step(self, state: int, token_id: int) -> int | None:
-        """The state behind a token; None where it is refused."""
+        """The state after a token; None where it is refused."""
         if not 0 <= token_id < self._vocabulary.vocab_size or token_id in self._stops:
             return None
         symbols = symbols_of(token_id, self._vocabulary)
@@ -241,9 +241,9 @@ class Markers:
         return self._find(self.default if start.marker is None else start.marker)
 
     def bind(self, spec: GrammarSpec, prompt_ids: Sequence[int]) -> GrammarSpec:
-        """The spec to use behind a prompt: without its start if the prompt ends with the marker.
+        """The spec to use after a prompt: without its start if the prompt ends with the marker.
 
-        Chat templates end so when reasoning is switched off. Whitespace behind the marker counts as
+        Chat templates end so when reasoning is switched off. Whitespace after the marker counts as
         part of it. Raises GrammarCompileError, see ``find``.
         """
         if spec.start is None:
@@ -311,7 +311,7 @@ def _utf8(text: str) -> bytes:
 
 @dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
 class AfterGrammar(WrappedGrammar):
-    """A compiled grammar that binds behind ``marker``; immutable, shared by requests.
+    """A compiled grammar that binds after ``marker``; immutable, shared by requests.
 
     budget: free tokens at most before the marker is written; None for any number.
     excluded: empty, since free text may hold every token. The matchers refuse the inner grammar's.
@@ -326,7 +326,7 @@ class AfterGrammar(WrappedGrammar):
         return AfterMatcher(self, self.inner.new_matcher())
 
     def new_style_matcher(self) -> GrammarMatcher | None:
-        """A matcher with the inner grammar's style behind the marker; None if it has none."""
+        """A matcher with the inner grammar's style after the marker; None if it has none."""
         style = self.inner.new_style_matcher()
         return None if style is None else AfterMatcher(self, style)
 
@@ -334,14 +334,14 @@ class AfterGrammar(WrappedGrammar):
 class AfterMatcher(WrappedMatcher):
     """A ``GrammarMatcher`` in two parts: the marker's automaton, then the inner matcher.
 
-    inner: at its start; it moves only on tokens behind the marker.
+    inner: at its start; it moves only on tokens after the marker.
     """
 
     def __init__(self, grammar: AfterGrammar, inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._marker = grammar.marker
         super().__init__(inner)
-        self._states = [0]  # of the automaton, before every token of the free part and behind it
+        self._states = [0]  # of the automaton, before every token of the free part and after it
         self._num_bound = 0  # tokens the inner matcher has accepted
 
     @property
@@ -354,9 +354,9 @@ class AfterMatcher(WrappedMatcher):
         """The inner matcher once it rules; this one before."""
         return self._inner.row_source if self.is_bound else self
 
-    def table_place(self) -> TablePlace | None:
+    def table_state(self) -> TableState | None:
         """The inner matcher's once it rules."""
-        return self._inner.table_place() if self.is_bound else None
+        return self._inner.table_state() if self.is_bound else None
 
     def read(self, token_ids: Sequence[int]) -> int:
         """The inner matcher does once it rules."""

@@ -48,7 +48,7 @@ from guided_spec.home import Home, Homebound
 
 _LOG = logging.getLogger(__name__)
 
-_OWN_BYTES = 4096  # what an entry costs beside its source and its grammar
+_OWN_BYTES = 4096  # what an entry costs in addition to its source and its grammar
 _LATER = 64  # requests after which a grammar is weighed again, since its use makes it grow
 
 
@@ -80,7 +80,7 @@ class PendingGrammar:
     ``release``.
     """
 
-    def __init__(self, future: Future[CompiledGrammar], place: _Place | None) -> None:
+    def __init__(self, future: Future[CompiledGrammar], place: _Ticket | None) -> None:
         self.future = future
         self._place = place
 
@@ -107,7 +107,7 @@ class PendingGrammar:
             self._place.queue._waiting.put(_WAKE)
 
 
-class _Place(NamedTuple):
+class _Ticket(NamedTuple):
     """One of those who wait for an entry of a queue."""
 
     queue: GrammarCompileQueue
@@ -123,7 +123,7 @@ class GrammarCompileQueue(Homebound):
     cache_bytes: what finished grammars, and failures, that are remembered may take together; the
         least recently asked for is forgotten first.
     cache_size: how many are remembered at most.
-    size_of_more: bytes that hang on a grammar beside itself, and may grow while it is used. They
+    size_of_more: bytes that hang on a grammar, not its own, and may grow while it is used. They
         are counted when it is asked for and some requests later, so that no call takes longer
         for a full cache.
     close_backend: what ends with the queue.
@@ -191,7 +191,7 @@ class GrammarCompileQueue(Homebound):
     def ask(self, spec: GrammarSpec) -> PendingGrammar:
         """As ``submit``, for a request that may end before its grammar is there."""
         entry = self._join(spec)
-        return PendingGrammar(_own_failure(entry.future), _Place(self, entry))
+        return PendingGrammar(_own_failure(entry.future), _Ticket(self, entry))
 
     def _join(self, spec: GrammarSpec) -> _Entry:
         self.home.require()
@@ -340,7 +340,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         worker wrote for the backend is compiled here once more: a compiled grammar can cost far
         more to hand over (454 MB of text for 3 MB of grammar). Without POSIX there is no worker:
         what takes more steps is refused.
-    markers: for specs with a ``start``: these are compiled without it, and bind behind the marker.
+    markers: for specs with a ``start``: these are compiled without it, and bind after the marker.
     endings: prepared where grammars are compiled, not while others wait; of many grammars, from
         what a worker reads of their rules.
     tables: whether grammars get tables: "auto" in a worker once they are asked for again and again,
@@ -499,7 +499,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
 class RequestGrammars(NamedTuple):
     """The three parts that every request's grammar meets, in this order.
 
-    markers: bind a spec behind its prompt, where it begins after a marker.
+    markers: bind a spec after its prompt, where it begins after a marker.
     queue: compiles it in threads, within limits, and keeps it.
     endings: how its texts end, to end one within its budget; None ends none.
     """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import UnsatisfiableGrammarError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, num_mask_words
 
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     """A library's own matcher, which may be moved in the place of those around it.
 
     matcher: stands where they do, at a text that has not ended. reach: tokens, perhaps none, that
-    it alone judges, as it fills the rows before them and the one behind. stops: the tokens that end
+    it alone judges, as it fills the rows before them and the one after. stops: the tokens that end
     a text. leads: tokens after which it does not judge alone.
     """
 
@@ -104,11 +104,11 @@ class Matcher(GrammarMatcher):
     def source(self) -> Source | None:
         """What may go along a draft in its place; None where it has to see every token itself.
 
-        ``follow`` brings it behind the draft.
+        ``replay`` brings it after the draft.
         """
         return None
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def replay(self, token_ids: Sequence[int]) -> None:
         """Go where its ``source`` went, over these tokens, without asking any matcher."""
         raise NotImplementedError(f"{type(self).__name__} has no source")
 
@@ -117,7 +117,7 @@ class Matcher(GrammarMatcher):
         """One at the same place whose rows cost less, and may hold tokens that are refused here."""
         return self
 
-    def alike(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
+    def interchangeable(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [W]: of some legal tokens those that others like them may stand for.
 
         The rest may begin or complete a key that is there already.
@@ -144,7 +144,7 @@ class Matcher(GrammarMatcher):
         """Tokens of the text that a table judged, see ``guided_spec.grammar.tables``."""
         return 0
 
-    def table_place(self) -> TablePlace | None:
+    def table_state(self) -> TableState | None:
         """Where the text stands in a table; None where its rows may be others than the table's.
 
         The caller's own, who may move it on.
@@ -246,7 +246,7 @@ def legal_row(matcher: RowSource, vocab_size: int) -> NDArray[np.int32]:
     """int32 [W]: the tokens that may come next; the matcher does not move."""
     row = np.zeros((1, num_mask_words(vocab_size)), dtype=np.int32)
     matcher.fill_next_token_bitmask(row)
-    own: NDArray[np.int32] = row[0] & full_row(vocab_size)  # behind the last token all may be set
+    own: NDArray[np.int32] = row[0] & full_row(vocab_size)  # after the last token all may be set
     return own
 
 

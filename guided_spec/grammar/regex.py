@@ -272,7 +272,7 @@ class _Writer:
 
 
 def _with_one_end(written: str) -> str:
-    """``written``, with an empty group behind it where its automaton could have several ends.
+    """``written``, with an empty group after it where its automaton could have several ends.
 
     xgrammar 0.2.8 makes one state of those that are entered alike, and in the same pass one of all
     ends that nothing follows: of a|a{1,2} it makes a+. All ways into one end are joined correctly.
@@ -456,7 +456,7 @@ FORMATS: dict[str, str] = {
         "iri-reference": _REFERENCE,
         "uri-template": _TEMPLATE,
         "json-pointer": _POINTER,
-        # jsonschema 4.26 takes any digit behind a 0 for one behind a leading 0.
+        # jsonschema 4.26 takes any digit after a 0 for one after a leading 0.
         "relative-json-pointer": f"(?:0|[1-9]{{1,8}}0?)(?:#|{_POINTER})",
         "regex": _REGEX,
     }.items()

@@ -28,7 +28,7 @@ _JSON_KINDS = ("json_schema", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The constraint binds behind the first ``marker``; up to there the text is free.
+    """The constraint binds after the first ``marker``; up to there the text is free.
 
     marker: text, or token ids (kept as a tuple), 128 at most; None is the marker of the model's own
         chat template.
@@ -281,14 +281,14 @@ class GrammarSpec:
     def after(
         self, marker: str | Sequence[int] | None = None, *, reasoning_budget: int | None = None
     ) -> GrammarSpec:
-        """The same constraint, binding behind the first ``marker`` only, as after reasoning.
+        """The same constraint, binding after the first ``marker`` only, as after reasoning.
 
         marker: text or token ids, see ``Marker``; None is the model family's own, looked up in the
             chat template when the grammar is compiled.
         reasoning_budget: free tokens at most; then the marker is written. None: any number.
 
         Up to the marker the text is free, but it does not end there: a finished text satisfies the
-        constraint. Behind a prompt that ends with the marker, the constraint binds at once. Raises
+        constraint. After a prompt that ends with the marker, the constraint binds at once. Raises
         ConfigError for a value of the wrong type.
         """
         return replace(self, start=Start(marker, reasoning_budget))

@@ -111,7 +111,7 @@ def with_key_rules(
 
 
 class _Judged(NamedTuple):
-    """What was found out about some tokens behind a state."""
+    """What was found out about some tokens after a state."""
 
     state: KeyState | None
     rest: tuple[int, ...]
@@ -128,7 +128,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         self._grammar = grammar
         self._tokens = grammar.tokens
         super().__init__(inner)
-        self._states = [START]  # before every token and behind the last one
+        self._states = [START]  # before every token and after the last one
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
@@ -170,7 +170,7 @@ class UniqueKeysMatcher(WrappedMatcher):
                     forbids = True
         return forbids
 
-    def alike(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
+    def interchangeable(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [W]: of some legal tokens those that surely write no key that is there already."""
         state = self._states[-1]
         keys = state.frame.keys if state.frame else None
@@ -189,11 +189,11 @@ class UniqueKeysMatcher(WrappedMatcher):
         return self._inner.takes(token_ids) and self.is_unique(token_ids)
 
     def is_unique(self, token_ids: Sequence[int]) -> bool:
-        """Whether no key is there twice behind these tokens; nothing else is asked of them."""
+        """Whether no key is there twice after these tokens; nothing else is asked of them."""
         state: KeyState | None = self._states[-1]
         if token_ids:
             state = self._tokens.advance(self._states[-1], token_ids[0])
-        # Many first tokens leave the state as it is, and the same long way is judged behind each.
+        # Many first tokens leave the state as it is, and the same long way is judged after each.
         rest = tuple(token_ids[1:])
         for judged in self._judged:
             if judged.state is state and judged.rest == rest:

@@ -1,4 +1,4 @@
-"""The bytes behind every token id, and text as the tokenizer writes it in the middle of a text."""
+"""The bytes after every token id, and text as the tokenizer writes it in the middle of a text."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class CanonicalTokens:
     encode: text to token ids, without special tokens around it. token_bytes: [V] the text of each.
     """
 
-    # Some tokenizers put a space before a text; behind an anchor they cannot.
+    # Some tokenizers put a space before a text; after an anchor they cannot.
     ANCHORS = ("", "\n", "a", '"')
 
     def __init__(self, encode: Callable[[str], list[int]], token_bytes: Sequence[bytes]) -> None:

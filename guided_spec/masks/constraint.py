@@ -29,7 +29,7 @@ from guided_spec.grammar.protocol import (
     Source,
     as_matcher,
 )
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 
 _LOG = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Fork:
         """Bring the matcher to where its source went."""
         self._source = None
         if self._unheard:
-            self._matcher.follow(self._unheard)
+            self._matcher.replay(self._unheard)
             self._unheard = []
 
 
@@ -210,7 +210,7 @@ class Constraint:
         self._fork = Fork(self._original.fork(), compiled.excluded)
         self._may_fail = self._original.may_fail
         self._num_read = self._num_fork_read = 0  # committed tokens that the two have read
-        self._place: TablePlace | None = None  # of the committed text, as long as that is enough
+        self._place: TableState | None = None  # of the committed text, as long as that is enough
         self._failure: GrammarStateError | None = None
 
     @property
@@ -254,7 +254,7 @@ class Constraint:
         unread = 0 if self._place is None else len(self.committed) - self._num_read
         return self._original.num_tabled + unread
 
-    def table_place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """Where the committed text stands in a table that has its rows, up to ``ahead`` tokens on.
 
         None where one of these rows may be another than the table's. Costs little: the matchers
@@ -264,7 +264,7 @@ class Constraint:
             return None
         place = self._place
         if place is None or (place.room < ahead and not place.reaches(ahead)):
-            place, unread = self._original.table_place(), self.committed[self._num_read :]
+            place, unread = self._original.table_state(), self.committed[self._num_read :]
             is_there = place is not None and place.advance(unread) and place.reaches(ahead)
             self._place = place = place if is_there else None
         return place

@@ -177,7 +177,7 @@ class Lookahead:
             constraint = constraints[at]
             if constraint is None:
                 continue
-            place = constraint.table_place(ahead)
+            place = constraint.table_state(ahead)
             if place is None:
                 others = True
                 continue

@@ -168,7 +168,7 @@ def _values_of(node: dict[str, Any]) -> list[Any]:
     return [node["const"]] if json.dumps(node["const"], sort_keys=True) in texts else []
 
 
-def _beside_values(node: dict[str, Any]) -> dict[str, Any]:
+def _among_values(node: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in ("const", "enum")}
 
 
@@ -177,7 +177,7 @@ def _common_values(one: dict[str, Any], other: dict[str, Any]) -> Any:
     texts = {json.dumps(value, sort_keys=True) for value in _values_of(other)}
     spend_on_value([one, other])
     values = [v for v in _values_of(one) if json.dumps(v, sort_keys=True) in texts]
-    rest = merge(_beside_values(one), _beside_values(other))
+    rest = merge(_among_values(one), _among_values(other))
     if rest is None or rest is False or not values:
         return None if rest is None else False
     return _simplified({**rest, "enum": values})
@@ -195,7 +195,7 @@ def _simplified(node: Any) -> Any:
 
 def _one_by_one(node: dict[str, Any]) -> list[Any] | None:
     """The values that ``node`` lists and admits: those with keys as schemas of their own."""
-    rest = _beside_values(node)
+    rest = _among_values(node)
     pattern = rest.pop("pattern", None)
     # Elsewhere patterns are not spelled as Python has them either.
     kept = None if '"pattern' in json.dumps(rest) else keep_valid(_values_of(node), rest)
@@ -290,7 +290,7 @@ class _Objects:
     def _rules(
         self, pairs: list[_Pair], num_required: int, others: list[_Pair], low: int
     ) -> str | None:
-        """``x``, a pair behind a comma or the brace, and ``y``, what comes behind a pair.
+        """``x``, a pair after a comma or the brace, and ``y``, what comes after a pair.
 
         low: how many keys there are at least.
         """

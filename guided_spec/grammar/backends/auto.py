@@ -32,7 +32,7 @@ from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
-# Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens behind
+# Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens after
 # every character that it counts, which takes 21 ms of 150,000 tokens, so that this is 0.2 s.
 # llguidance compiles for 2 ms, for masks of 0.04 to 0.3 ms where xgrammar's take 0.03.
 _MOST_COUNTED = 1_400_000

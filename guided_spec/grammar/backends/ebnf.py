@@ -183,7 +183,7 @@ class _Plan:
 def _object_rules(
     rule: str, written: _Object, pieces: list[str], whitespace: str | None
 ) -> list[str]:
-    """``rule`` itself; of each set of keys, what comes behind them, and one pair of the others."""
+    """``rule`` itself; of each set of keys, what comes after them, and one pair of the others."""
     space = "" if whitespace is None else whitespace
     comma = '", "' if whitespace is None else f'{space} "," {space}'
     colon = '": "' if whitespace is None else f'{space} ":" {space}'

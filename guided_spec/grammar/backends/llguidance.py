@@ -109,7 +109,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
 
     def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
         source = LLGuidanceSource(
-            self._library, self._tokenizer, main, self.vocabulary, _LexerRoom()
+            self._library, self._tokenizer, main, self.vocabulary, _LexerCapacity()
         )
         styled = None if style is None else source._replace(text=style)
         return LLGuidanceGrammar(source, styled, self.vocabulary.without_bytes, pattern=pattern)
@@ -174,7 +174,7 @@ class _Tokens(NamedTuple):
 
 
 @dataclass(eq=False)
-class _LexerRoom:
+class _LexerCapacity:
     """How the lexer that the matchers of one grammar share gets on.
 
     is_full: whether it has no room left; a new one has. is_suspect: whether it may have none, since
@@ -198,7 +198,7 @@ class LLGuidanceSource(NamedTuple):
     tokenizer: Any
     text: str
     vocabulary: Vocabulary
-    lexer: _LexerRoom
+    lexer: _LexerCapacity
 
     def new(self) -> Any:
         """llguidance's own matcher, at the start; in its error state if the text is broken."""
@@ -378,10 +378,10 @@ def _require_compiled(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
             raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
         raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
     require_first_token(grammar, grammar.source.vocabulary.vocab_size, spec.kind)
-    _require_room(spec, grammar)
+    _require_capacity(spec, grammar)
 
 
-def _require_room(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
+def _require_capacity(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:
     """Raise where llguidance hits one of its limits within some tokens of a text."""
     vocabulary = grammar.source.vocabulary
     matcher = grammar.new_matcher()

@@ -34,7 +34,7 @@ _KEPT = HOLDS_PARTS | frozenset(
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-# Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
+# Next to an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

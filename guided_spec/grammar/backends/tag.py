@@ -202,7 +202,7 @@ class _Writer:
         hidden = {self._id(token) for token in node.get("exclude_tokens", [])} | self.named
         once = bool(node.get("stop_after_first"))
         rules = [
-            [token, either([_behind_token(tag) for tag in tags if tag["begin"]["token"] == token])]
+            [token, either([_after_token(tag) for tag in tags if tag["begin"]["token"] == token])]
             for token in ids
         ]
         free = {
@@ -276,7 +276,7 @@ def _edge(parts: list[dict[str, Any]]) -> Any:
     return part["value"] if part["type"] == "const_string" else part
 
 
-def _behind_token(tag: dict[str, Any]) -> dict[str, Any]:
+def _after_token(tag: dict[str, Any]) -> dict[str, Any]:
     """What follows the token that a tag begins with."""
     end = tag["end"]
     if isinstance(end, list):

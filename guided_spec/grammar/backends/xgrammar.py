@@ -252,7 +252,7 @@ class XGrammarMatcher(Matcher):
             return None
         return Source(self._own, UNBOUND, self._stops, self._split.leads)
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def replay(self, token_ids: Sequence[int]) -> None:
         """See ``Matcher``."""
         for token_id in token_ids:
             self._note(token_id)
@@ -310,21 +310,21 @@ def _has_bit(row: NDArray[np.int32], token_id: int) -> bool:
 def _with_prefixes(info: Any) -> Any:
     """The same tokens, each with those that begin with it.
 
-    Behind a token that is refused, a mask leaves out those that xgrammar takes to begin with it.
+    After a token that is refused, a mask leaves out those that xgrammar takes to begin with it.
     xgrammar 0.2.8 takes all that follow it in the alphabet as long as they hold it anywhere: masks
-    lacked ``rror`` behind the ``e`` of ``error`` where there is a token ``ror``.
+    lacked ``rror`` after the ``e`` of ``error`` where there is a token ``ror``.
     """
     head, found, tail = info.serialize_json().partition(_BEHIND)
     if not found:  # a release that keeps something else
         return info
     listed = head[head.index(_SORTED) + len(_SORTED) : -1]
-    behind = _behind_prefixed([text for _, text in json.loads(listed)])
+    behind = _after_prefixed([text for _, text in json.loads(listed)])
     mended = head + found + json.dumps(behind) + tail[tail.index("]") + 1 :]
     return xgrammar.TokenizerInfo.deserialize_json(mended)
 
 
-def _behind_prefixed(texts: Sequence[str]) -> list[int]:
-    """Of sorted texts: the place behind the last one that begins with each."""
+def _after_prefixed(texts: Sequence[str]) -> list[int]:
+    """Of sorted texts: the place after the last one that begins with each."""
     behind, begun = [len(texts)] * len(texts), list[int]()
     for at, text in enumerate(texts):
         while begun and not text.startswith(texts[begun[-1]]):

@@ -2,7 +2,7 @@
 
 Let ``remaining`` be the tokens that a text may still get, and ``cost(s)`` a number of tokens within
 which it can be ended from state s, the stop token among them. A token is legal if the grammar
-allows it and ``cost`` behind it is less than ``remaining``. Two things follow:
+allows it and ``cost`` after it is less than ``remaining``. Two things follow:
 
 * Every text ends within its budget. At the start the cost is within the budget; a legal token keeps
   it so; and there always is one, since from every state some token leads to a state that costs less
@@ -55,7 +55,7 @@ from guided_spec.grammar.protocol import (
     legal_row,
 )
 from guided_spec.grammar.tables.tabled import TabledGrammar
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, pack_row
 
@@ -69,7 +69,7 @@ class _Free(NamedTuple):
 class AfterEndings(Endings):
     """``Endings`` of an ``AfterGrammar``: the shortest way spells the marker, and then ends.
 
-    inner: of the grammar behind the marker. vocab_size: V.
+    inner: of the grammar after the marker. vocab_size: V.
     """
 
     def __init__(self, marker: Marker, inner: Endings, vocab_size: int) -> None:
@@ -77,7 +77,7 @@ class AfterEndings(Endings):
         self._inner = inner
         self.vocab_size, self.is_exact = vocab_size, inner.is_exact
         self._missing = [self._spelled(state) for state in range(len(marker) + 1)]
-        self._behind = inner.cost(inner.start)
+        self._after = inner.cost(inner.start)
         self._next: dict[int, NDArray[np.int32]] = {}
 
     @property
@@ -99,14 +99,14 @@ class AfterEndings(Endings):
         """Tokens within which the text can be ended: the rest of the marker, and the grammar's."""
         if not isinstance(state, _Free):
             return self._inner.cost(state)
-        return min(NEVER, self._missing[state.marker] + self._behind)
+        return min(NEVER, self._missing[state.marker] + self._after)
 
     def stride(self, state: Any, remaining: int) -> int:
         """Every token counts before the marker."""
         return 1 if isinstance(state, _Free) else self._inner.stride(state, remaining)
 
     def after(self, state: Any, token_ids: Sequence[int], matcher: GrammarMatcher) -> Any:
-        """The state behind some tokens, no stop token among them; None where no way is known."""
+        """The state after some tokens, no stop token among them; None where no way is known."""
         if not isinstance(state, _Free):
             return self._inner.after(state, token_ids, _inside(matcher))
         (token_id,) = token_ids
@@ -119,7 +119,7 @@ class AfterEndings(Endings):
         """Whether every token leads to a state that costs less than ``remaining``."""
         if not isinstance(state, _Free):
             return self._inner.is_free(state, remaining)
-        return max(self._missing) + self._behind < remaining
+        return max(self._missing) + self._after < remaining
 
     def row(self, state: Any, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
@@ -128,14 +128,14 @@ class AfterEndings(Endings):
         missing = self._next.get(state.marker)
         if missing is None:
             missing = self._next.setdefault(state.marker, self._missing_after(state.marker))
-        return pack_row(missing < remaining - self._behind)
+        return pack_row(missing < remaining - self._after)
 
     def admits(self, state: Any, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not isinstance(state, _Free):
             return self._inner.admits(state, token_id, remaining, _inside(matcher))
         then = self._marker.step(state.marker, token_id)
-        return then is not None and self._missing[then] + self._behind < remaining
+        return then is not None and self._missing[then] + self._after < remaining
 
     def _spelled(self, state: int) -> int:
         """Tokens that spell the rest of the marker."""
@@ -147,14 +147,14 @@ class AfterEndings(Endings):
         return count
 
     def _missing_after(self, state: int) -> NDArray[np.int32]:
-        """int32 [V]: tokens that spell the rest of the marker behind each token."""
+        """int32 [V]: tokens that spell the rest of the marker after each token."""
         step, missing = self._marker.step, [*self._missing, NEVER]
         thens = (step(state, token) for token in range(self.vocab_size))
         return np.array([missing[-1 if then is None else then] for then in thens], dtype=np.int32)
 
 
 def _inside(matcher: GrammarMatcher) -> Matcher:
-    """The matcher of the grammar behind the marker, which alone moves there."""
+    """The matcher of the grammar after the marker, which alone moves there."""
     assert isinstance(matcher, AfterMatcher)
     return matcher.inner
 
@@ -327,9 +327,9 @@ class CompletingMatcher(WrappedMatcher):
         """The inner matcher's while every token fits the budget; else this one."""
         return self._inner.row_source if self._is_free() else self
 
-    def table_place(self) -> TablePlace | None:
+    def table_state(self) -> TableState | None:
         """The inner matcher's, with what the budget leaves."""
-        found, known = self._inner.table_place(), self._known[-1]
+        found, known = self._inner.table_state(), self._known[-1]
         if found is None or known.state is None:
             return found
         if self._endings.is_exact:
@@ -347,14 +347,14 @@ class CompletingMatcher(WrappedMatcher):
         reach = known.until - 1 - len(self._token_ids)
         return found._replace(reach=min(found.reach, reach)) if self._is_free() else None
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def replay(self, token_ids: Sequence[int]) -> None:
         """See ``Matcher``."""
-        self._inner.follow(token_ids)
+        self._inner.replay(token_ids)
         self._token_ids += token_ids
         self._known += [self._known[-1]] * len(token_ids)
 
     def read(self, token_ids: Sequence[int]) -> int:
-        """Tokens behind which nobody has to look for an end are the inner matcher's alone."""
+        """Tokens after which nobody has to look for an end are the inner matcher's alone."""
         known = self._known[-1]
         count = len(token_ids)
         if known.state is not None:
@@ -389,7 +389,7 @@ class CompletingMatcher(WrappedMatcher):
         row = np.asarray(bitmask)[index]  # a view, also of a tensor
         lost = (row & ~fitting).view(np.uint32)
         row &= fitting
-        # Behind the last token the grammar's row may hold anything.
+        # After the last token the grammar's row may hold anything.
         if (lost & full_row(self._endings.vocab_size).view(np.uint32)).any():
             self._steered.add(len(self._token_ids))
         return True
@@ -416,7 +416,7 @@ class CompletingMatcher(WrappedMatcher):
         return _Known(state, since, since + stride)
 
     def _next(self) -> _Known:
-        """What is known behind the token accepted last."""
+        """What is known after the token accepted last."""
         known, length = self._known[-1], len(self._token_ids)
         if known.state is None or length < known.until or self._inner.is_terminated():
             return known

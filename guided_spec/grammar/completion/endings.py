@@ -66,9 +66,9 @@ class Endings(Protocol):
         return 1
 
     def after(self, state: Any, token_ids: Sequence[int], matcher: Matcher) -> Any:
-        """The state behind some tokens, no stop token among them; None where no way is known.
+        """The state after some tokens, no stop token among them; None where no way is known.
 
-        matcher: stands behind the tokens, and does so again afterwards.
+        matcher: stands after the tokens, and does so again afterwards.
         """
         ...
 
@@ -185,13 +185,13 @@ class Rules:
         return len(self.ends) - 1
 
     def step(self, state: int, low: int, high: int) -> int:
-        """Add a state behind one byte; returns it."""
+        """Add a state after one byte; returns it."""
         then = self.new_state()
         self.chars[state].append((low, high, then))
         return then
 
     def text(self, state: int, text: str) -> int:
-        """Add the states of a text; returns the one behind it."""
+        """Add the states of a text; returns the one after it."""
         for byte in text.encode("utf-8", "surrogatepass"):
             state = self.step(state, byte, byte)
         return state
@@ -268,7 +268,7 @@ def _callers(rules: Rules) -> dict[int, list[tuple[int, int, Call | None]]]:
 
 
 def rest_of_call(call: Call, texts: list[bytes | None], done: int) -> bytes:
-    """What must follow behind an open call: ``done`` counts the one that is open as complete."""
+    """What must follow after an open call: ``done`` counts the one that is open as complete."""
     inner, after = texts[call.rule], texts[call.then]
     assert inner is not None
     assert after is not None
@@ -311,7 +311,7 @@ def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator
 
 
 class Rests(NamedTuple):
-    """Of ``longest_rest``. of: int64 [N]. is_lasting: it is so behind any number of bytes."""
+    """Of ``longest_rest``. of: int64 [N]. is_lasting: it is so after any number of bytes."""
 
     of: NDArray[np.int64]
     is_lasting: bool
@@ -320,7 +320,7 @@ class Rests(NamedTuple):
 def longest_rest(
     rules: Rules, texts: list[bytes | None], num_bytes: int, size: Callable[[bytes], int]
 ) -> Rests:
-    """What may be missing at most, behind any ``num_bytes`` bytes from a state.
+    """What may be missing at most, after any ``num_bytes`` bytes from a state.
 
     size: of a missing text; of two texts it is at most the sum of theirs.
 
@@ -328,8 +328,8 @@ def longest_rest(
     the way that the bytes took, so that the shortest end of several readings is no longer. It is
     the fixed point of::
 
-        f[n](q) = max(f[n-1](q), f[n-1](behind a byte), f[n](behind a skip),
-                      f[n](start of a called rule) + rest behind it, f[m](behind the call))
+        f[n](q) = max(f[n-1](q), f[n-1](after a byte), f[n](after a skip),
+                      f[n](start of a called rule) + rest after it, f[m](after the call))
 
     with m = n - 1 where the called rule holds a byte at least, else n. Where f[n] is f[n-1], it is
     f of any larger number too: so it is unless rules call each other for ever.
@@ -380,7 +380,7 @@ class _Table:
         return now
 
 
-_FORESEEN = 64  # bytes: most rules that do not call themselves have no more to leave behind them
+_FORESEEN = 64  # bytes: most rules that do not call themselves have no more to leave after them
 
 
 class RuleTexts:
@@ -408,11 +408,11 @@ class RuleTexts:
 
     @cached_property
     def by_bytes(self) -> Rests:
-        """Bytes that may be missing behind any token."""
+        """Bytes that may be missing after any token."""
         return self._longest_rest(len)
 
     def by_tokens(self, num_tokens: Callable[[bytes], int]) -> Rests:
-        """Tokens that may be missing behind any token; num_tokens: that write a text."""
+        """Tokens that may be missing after any token; num_tokens: that write a text."""
         if self._by_tokens is None:
             self._by_tokens = self._longest_rest(num_tokens)
         return self._by_tokens

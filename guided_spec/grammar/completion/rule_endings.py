@@ -53,7 +53,7 @@ class ParseState:
     """All readings of a text so far. Equal texts, and texts that may go on alike, share a state.
 
     number: of the state among its grammar's. text: the shortest way to the end of the document, of
-    equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
+    equals the smallest: after the first byte of it, the rest of it is the shortest way again.
     can_end: whether the document may end here.
     """
 
@@ -79,7 +79,7 @@ class _Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """states: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
+    """states: int32 [n + 1], where a text stands after 0 to n of ``characters``."""
 
     characters: Characters
     states: NDArray[np.int32]
@@ -97,7 +97,7 @@ class ParseStates:
         self._states: list[ParseState] = []
         self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
         self._is_made: list[bool] = []
-        self._thens: dict[int, int] = {}  # behind single bytes, of states without a row
+        self._thens: dict[int, int] = {}  # after single bytes, of states without a row
         self._steps: dict[int, _Step] = {}
         bottom = Frame(Call(-1, -1), 0, None, 0)
         start = self._state_of([(self._rules.root, bottom)])
@@ -113,7 +113,7 @@ class ParseStates:
         return self._states[number]
 
     def rows(self, numbers: Iterable[int]) -> NDArray[np.int32]:
-        """int32 [states, 256]: the state behind each byte, ``NOWHERE`` where it is illegal.
+        """int32 [states, 256]: the state after each byte, ``NOWHERE`` where it is illegal.
 
         The rows of ``numbers`` are made; those of other states may not be. Read only.
         """
@@ -171,16 +171,16 @@ class ParseStates:
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
 
     def after(self, state: ParseState, data: bytes) -> ParseState | None:
-        """The state behind some bytes; None where they are illegal."""
+        """The state after some bytes; None where they are illegal."""
         number = state.number
         for byte in data:
             is_made = self._is_made[number]
-            number = int(self._rows[number, byte]) if is_made else self._behind(number, byte)
+            number = int(self._rows[number, byte]) if is_made else self._after(number, byte)
             if number == NOWHERE:
                 return None
         return self._states[number]
 
-    def _behind(self, number: int, byte: int) -> int:
+    def _after(self, number: int, byte: int) -> int:
         """As the state's row has it. A text goes one way: the other bytes need not be known."""
         key = number << 8 | byte
         with self._lock:
@@ -313,10 +313,10 @@ def _most_common(states: NDArray[np.int32]) -> tuple[int, int]:
 
 
 class Longest:
-    """How much may be missing at most behind a token, by a measure of texts.
+    """How much may be missing at most after a token, by a measure of texts.
 
     rests: by that measure. size: 0 of the empty text; see ``longest_rest``.
-    is_lasting: what is said of a state holds of all that follow it, behind any number of tokens.
+    is_lasting: what is said of a state holds of all that follow it, after any number of tokens.
     """
 
     def __init__(
@@ -324,11 +324,11 @@ class Longest:
     ) -> None:
         self._texts, self._size = texts, size
         self._rest, self.is_lasting = rests
-        self._behind: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
+        self._after: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
         self.of = lru_cache(maxsize=_MOST_KNOWN)(self._of)
 
     def _of(self, state: ParseState) -> int:
-        """Behind any token at a state."""
+        """After any token at a state."""
         ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in state.items)
         return max(ways, default=0)
 
@@ -338,10 +338,10 @@ class Longest:
     def _leaving(self, frame: Frame) -> int:
         """Once the call is complete, or one around it."""
         around = list[Frame]()
-        while frame.number not in self._behind and frame.parent is not None:
+        while frame.number not in self._after and frame.parent is not None:
             around.append(frame)
             frame = frame.parent
-        worst = self._behind[frame.number]
+        worst = self._after[frame.number]
         for inner in reversed(around):
             call, parent = inner.call, inner.parent
             assert parent is not None
@@ -349,7 +349,7 @@ class Longest:
             if (call.least, call.most) != (1, 1):
                 again = self._size(rest_of_call(call, self._texts, inner.done + 1))
                 worst = max(worst, self._from(call.rule, parent.text) + again)
-            self._behind[inner.number] = worst
+            self._after[inner.number] = worst
         return worst
 
 
@@ -370,7 +370,7 @@ class RuleEndings(Endings):
 
     Every byte of a shortest way has to be a token of the vocabulary.
 
-    table: int16 [V] of a state, the costs behind each token; the last ones are kept.
+    table: int16 [V] of a state, the costs after each token; the last ones are kept.
     """
 
     is_exact = True
@@ -406,7 +406,7 @@ class RuleEndings(Endings):
     def after(
         self, state: ParseState, token_ids: Sequence[int], matcher: GrammarMatcher
     ) -> ParseState | None:
-        """The state behind some tokens; None where these rules do not allow them."""
+        """The state after some tokens; None where these rules do not allow them."""
         del matcher
         then: ParseState | None = state
         for token_id in token_ids:
@@ -467,7 +467,7 @@ class RuleEndings(Endings):
         return then is not None and self.cost(then) < min(remaining, _NEVER)
 
     def _make(self, state: ParseState) -> NDArray[np.int16]:
-        """int16 [V]: the cost of the state behind each token, 32,767 where it is illegal.
+        """int16 [V]: the cost of the state after each token, 32,767 where it is illegal.
 
         0 for a stop token where the document may end. Read only.
         """
@@ -481,8 +481,7 @@ class RuleEndings(Endings):
     def _write_run(self, state: ParseState, table: NDArray[np.int16]) -> NDArray[np.int64]:
         """Inside a string most tokens are characters of one kind, and need not be followed.
 
-        Writes their costs. Returns the tokens that may be legal beside, as ``_write_costs`` takes
-        them.
+        Writes their costs. Returns other tokens that may be legal, as ``_write_costs`` takes them.
         """
         spelling, states = self._spelling, self._states
         first = states.rows((state.number,))[state.number]
@@ -518,7 +517,7 @@ class RuleEndings(Endings):
     def _write_costs(
         self, state: ParseState, table: NDArray[np.int16], tokens: NDArray[np.int64]
     ) -> None:
-        """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
+        """Write the costs after tokens, indices into ``Spelling.ids``, byte by byte."""
         spelling, states = self._spelling, self._states
         at: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
         ended: list[NDArray[np.int64]] = []

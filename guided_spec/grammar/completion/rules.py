@@ -172,7 +172,7 @@ class FreeText(NamedTuple):
     """Where it may stop, and what then.
 
     triggers: bytes to the name of the rule that follows them. excludes: what may not stand there.
-    loops: whether free text goes on behind a trigger's rule.
+    loops: whether free text goes on after a trigger's rule.
     """
 
     triggers: Mapping[bytes, str]

@@ -144,29 +144,29 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-class Way:
+class Path:
     """A known way to the end of one text. Made for one text, and dropped with it.
 
-    text: the bytes that are missing. behind: the ways behind tokens that were asked for. turns:
-    ways found behind other tokens. scan: what was found out about the next token, here or where
+    text: the bytes that are missing. after: the ways after tokens that were asked for. turns:
+    ways found after other tokens. scan: what was found out about the next token, here or where
     the same way was known before. rows: by what remained, rows that were made. So a fork and its
     original look once.
     """
 
-    __slots__ = ("behind", "rows", "scan", "text", "turns")
+    __slots__ = ("after", "rows", "scan", "text", "turns")
 
     def __init__(self, text: bytes, scan: Scan | None = None) -> None:
         self.text = text
         self.scan = scan
-        self.behind: dict[tuple[int, ...], Way | None] = {}
+        self.after: dict[tuple[int, ...], Path | None] = {}
         self.turns: list[bytes] = []
         self.rows: dict[int, NDArray[np.int32]] = {}
 
 
 class SearchEndings(Endings):
-    """``Endings`` of any grammar: a state is a known ``Way`` to the end, its bytes.
+    """``Endings`` of any grammar: a state is a known ``Path`` to the end, its bytes.
 
-    The way behind some tokens is, in this order: the rest of the way before, if they began it; the
+    The way after some tokens is, in this order: the rest of the way before, if they began it; the
     way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
     by byte, straight for what closes something, until a stop token or part of the way before fits.
     Where any key may come, it goes for one that the object must have: bytes would never spell it.
@@ -176,7 +176,7 @@ class SearchEndings(Endings):
     A known way proves that a text can end; that none is found proves nothing. So costs are upper
     bounds. Rows are free while ``RISE`` tokens are to spare, and meanwhile the way is asked for
     every few tokens only; a grammar in which few tokens add more than that may lose its end. Where
-    fewer are to spare, a row holds the beginnings of known ways, tokens behind which the way still
+    fewer are to spare, a row holds the beginnings of known ways, tokens after which the way still
     fits, and a few that need a search. Many tokens fit like one: where all of a few probes do, the
     others of their kind that the grammar allows are taken to.
     """
@@ -206,59 +206,59 @@ class SearchEndings(Endings):
         return len(self._start or b"")
 
     @property
-    def start(self) -> Way | None:
+    def start(self) -> Path | None:
         """A way from the start to the end; None if none was found."""
-        return None if self._start is None else Way(self._start)
+        return None if self._start is None else Path(self._start)
 
-    def cost(self, state: Way | None) -> int:
+    def cost(self, state: Path | None) -> int:
         """Tokens that spell the known way, and the stop token."""
         if state is None:
             return NEVER
         return min(NEVER, self.spelling.num_tokens(state.text) + 1)
 
-    def stride(self, state: Way, remaining: int) -> int:
+    def stride(self, state: Path, remaining: int) -> int:
         """As many tokens as are surely not enough to use up what is to spare."""
         return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
 
-    def after(self, state: Way, token_ids: Sequence[int], matcher: Matcher) -> Way | None:
-        """A way from behind some tokens; None if none was found."""
+    def after(self, state: Path, token_ids: Sequence[int], matcher: Matcher) -> Path | None:
+        """A way from after some tokens; None if none was found."""
         key = tuple(token_ids)
-        if key not in state.behind:
+        if key not in state.after:
             data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
-            self._keep(state, key, self._behind(state, data, matcher))
+            self._keep(state, key, self._after(state, data, matcher))
         # The row may have the token for the sake of another way, found later and shorter.
-        seen = None if state.scan is None else state.scan.way_behind(key)
-        least = self.cost(state.behind[key])
-        if seen is not None and self.cost(Way(seen)) < least and self.completes(matcher, (), seen):
+        seen = None if state.scan is None else state.scan.path_after(key)
+        least = self.cost(state.after[key])
+        if seen is not None and self.cost(Path(seen)) < least and self.completes(matcher, (), seen):
             self._keep(state, key, seen)
-        return state.behind[key]
+        return state.after[key]
 
-    def _keep(self, state: Way, key: tuple[int, ...], found: bytes | None) -> None:
+    def _keep(self, state: Path, key: tuple[int, ...], found: bytes | None) -> None:
         scan = state.scan if found == state.text else None
-        state.behind[key] = None if found is None else Way(found, scan)
+        state.after[key] = None if found is None else Path(found, scan)
 
-    def is_free(self, state: Way, remaining: int) -> bool:
+    def is_free(self, state: Path, remaining: int) -> bool:
         """Whether much is to spare."""
         return self.cost(state) + RISE < remaining
 
-    def row(self, state: Way, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
-        """int32 [W]: tokens behind which a way is known that costs less than ``remaining``."""
+    def row(self, state: Path, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
+        """int32 [W]: tokens after which a way is known that costs less than ``remaining``."""
         row = state.rows.get(remaining)
         if row is None:
             row = self._scan(state, remaining, matcher).row(remaining)
             state.rows = {remaining: row}
         return row
 
-    def _scan(self, state: Way, remaining: int, matcher: Matcher) -> Scan:
+    def _scan(self, state: Path, remaining: int, matcher: Matcher) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
         known, row = state.scan, legal_row(matcher, self.vocab_size)
-        legal = _Legal(row, matcher.alike(row))
+        legal = _Legal(row, matcher.interchangeable(row))
         if known is None or not (self.fits(state.text, remaining) and known.legal.is_like(legal)):
             state.scan = known = Scan(self, state, remaining, legal)
             known.look(matcher)
         return known
 
-    def admits(self, state: Way, token_id: int, remaining: int, matcher: Matcher) -> bool:
+    def admits(self, state: Path, token_id: int, remaining: int, matcher: Matcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not 0 <= token_id < self.spelling.vocab_size:
             return False
@@ -278,10 +278,10 @@ class SearchEndings(Endings):
         return written is not None and matcher.takes((*token_ids, *written, self._stop))
 
     def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """What may still be missing behind ``data`` of a way: all, or less by what was written."""
+        """What may still be missing after ``data`` of a way: all, or less by what was written."""
         return text, text[len(data) :]
 
-    def _behind(self, state: Way, data: bytes, matcher: Matcher) -> bytes | None:
+    def _after(self, state: Path, data: bytes, matcher: Matcher) -> bytes | None:
         if state.text.startswith(data):
             return state.text[len(data) :]
         ways = (*self.kept(state.text, data), *state.turns)
@@ -370,7 +370,7 @@ class _Search:
 
 
 class _Group(NamedTuple):
-    """Tokens behind which a way fits: ids, int64, or a row, int32 [W]."""
+    """Tokens after which a way fits: ids, int64, or a row, int32 [W]."""
 
     tokens: NDArray[Any]
     way: bytes
@@ -390,20 +390,20 @@ class _Legal(NamedTuple):
 class Scan:
     """What was found out about the next token of a text near the end of its budget.
 
-    A token is in a group if it begins a known way, if a known way still fits behind it, or if a
+    A token is in a group if it begins a known way, if a known way still fits after it, or if a
     search finds one. Ways are kept as they are found, so that tokens that begin them need no trial.
 
     legal: what the grammar allows.
     """
 
-    def __init__(self, endings: SearchEndings, state: Way, remaining: int, legal: _Legal) -> None:
+    def __init__(self, endings: SearchEndings, state: Path, remaining: int, legal: _Legal) -> None:
         self.legal = legal
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
         self._trials = _TRIALS
 
-    def way_behind(self, token_ids: Sequence[int]) -> bytes | None:
+    def path_after(self, token_ids: Sequence[int]) -> bytes | None:
         """The way for whose sake a row may have this token; None where none was tried."""
         return self._ways.get(token_ids[0]) if len(token_ids) == 1 else None
 
@@ -466,14 +466,14 @@ class Scan:
         for token in token_ids:
             if token in self._ways or not data[token]:
                 continue
-            way = self._known_way(token, matcher)
+            way = self._known_path(token, matcher)
             if way is not None:
                 self._ways[token] = way
             elif self._trials:
                 self._search(token, matcher)
 
-    def _known_way(self, token: int, matcher: Matcher) -> bytes | None:
-        """A way that fits behind a token, perhaps without as much of it as the token writes."""
+    def _known_path(self, token: int, matcher: Matcher) -> bytes | None:
+        """A way that fits after a token, perhaps without as much of it as the token writes."""
         endings, text = self._endings, self._state.text
         ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
         fitting = (w for w in ways if self._fits(w) and self._completes(matcher, token, w))
@@ -497,7 +497,7 @@ class Scan:
         for token, rest in self._endings.spelling.beginnings(data + text):
             if self.legal.row[token >> 5] >> (token & 31) & 1 and self._fits(rest):
                 self._ways.setdefault(token, rest)
-                self._state.behind.setdefault((token,), Way(rest))
+                self._state.after.setdefault((token,), Path(rest))
 
     def _fits(self, way: bytes) -> bool:
         return self._endings.fits(way, self._remaining)

@@ -238,7 +238,7 @@ class _Closing:
         return ClosedSchema(schema, tuple(self._open_at))
 
     def _value(self, node: Any, pointer: str, outer: _Declared) -> Any:
-        """The schema of a whole value. outer: what is declared beside it, of a branch."""
+        """The schema of a whole value. outer: what is declared next to it, of a branch."""
         if not isinstance(node, dict):
             return node
         if node.keys() - _ANNOTATIONS == {"$ref"} and outer == _NOTHING:

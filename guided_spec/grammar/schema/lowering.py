@@ -113,7 +113,7 @@ class Lowering:
         return Lowered(schema, tuple(self.report.entries))
 
     def positive(self, node: Any, at: At) -> Any:
-        """A schema for values of ``node``, which need not admit any beside those of ``at.types``.
+        """A schema for values of ``node``, which need not admit any next to those of ``at.types``.
 
         Without siblings that say more, a reference stays one.
         """

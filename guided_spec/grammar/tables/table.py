@@ -39,7 +39,7 @@ from guided_spec.ops.mask_words import ids_of, num_mask_words, pack_row
 
 
 class Clock:
-    """Raises NoTableError at a look behind ``seconds`` of this thread's own time."""
+    """Raises NoTableError at a look after ``seconds`` of this thread's own time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -130,7 +130,7 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
 class _Columns:
     """What texts do to all states at once; texts that do the same share a column.
 
-    values: uint16 [N] each, the state behind the text from every state; ``refused`` where it is
+    values: uint16 [N] each, the state after the text from every state; ``refused`` where it is
     illegal, ``unknown`` where it passes an open state.
 
     The columns of a text and one byte more is the byte's, looked up at the text's: so there is one
@@ -274,7 +274,7 @@ _LONGEST_WALK = 400  # tokens, then another text begins
 class Difference(NamedTuple):
     """Where a table and a matcher disagree.
 
-    token_ids: the text. more: tokens that the table alone allows behind it. fewer: that the
+    token_ids: the text. more: tokens that the table alone allows after it. fewer: that the
     matcher alone allows.
     """
 
@@ -317,10 +317,10 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
 
 
 def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | None:
-    """Compare the rows of every state, and behind one token of each class that is legal there.
+    """Compare the rows of every state, and after one token of each class that is legal there.
 
     A state is reached by a shortest text. So each entry of the table is looked at, with what is
-    legal behind it.
+    legal after it.
     """
     _, first = np.unique(table.classes, return_index=True)
     for text, state, matcher in _every_state(table, compiled):
@@ -411,7 +411,7 @@ def _ways(table: TokenTable) -> list[_Way]:
 def _every_state(
     table: TokenTable, compiled: CompiledGrammar
 ) -> Iterator[tuple[tuple[int, ...], int, GrammarMatcher]]:
-    """A text that leads to each state, and one matcher that stands behind it.
+    """A text that leads to each state, and one matcher that stands after it.
 
     Raises NoTableError where the matcher does not go there.
     """

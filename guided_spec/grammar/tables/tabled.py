@@ -1,4 +1,4 @@
-"""A compiled grammar with a table beside its matchers, and a text's place in either."""
+"""A compiled grammar with a table next to its matchers, and a text's place in either."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import tabled_part
-from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TablePlace, TokenTable
+from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TableState, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 _LOG = logging.getLogger(__name__)
 
 
-WITHOUT_A_LOOK = 64  # tokens behind which a text sees that its grammar has a table now
+WITHOUT_A_LOOK = 64  # tokens after which a text sees that its grammar has a table now
 
 
 class TabledGrammar:
@@ -98,7 +98,7 @@ class TabledMatcher(Matcher):
     def __init__(self, grammar: TabledGrammar) -> None:
         self._grammar = grammar
         self._token_ids: list[int] = []
-        self._states = [0]  # before every token and behind the last one; of no use without a table
+        self._states = [0]  # before every token and after the last one; of no use without a table
         self._table: TokenTable | None = None
         self._since = 0  # tokens before the table came
         self._own: Matcher | None = None  # the grammar's
@@ -171,20 +171,20 @@ class TabledMatcher(Matcher):
         state = self._state()
         return self._matcher().is_terminated() if state == OUTSIDE else state == ENDED
 
-    def table_place(self) -> TablePlace | None:
+    def table_state(self) -> TableState | None:
         """None without a table, and where the text has left it."""
         state, table = self._state(), self._table
-        return None if table is None or state < 0 else TablePlace(table, state)
+        return None if table is None or state < 0 else TableState(table, state)
 
     def source(self) -> Source | None:
         """The grammar's own matcher's where the table has no row."""
         found = self._matcher().source() if self._state() == OUTSIDE else None
         return found and found._replace(reach=min(found.reach, WITHOUT_A_LOOK))
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def replay(self, token_ids: Sequence[int]) -> None:
         """See ``Matcher``; also where a table has come since."""
         assert self._own is not None
-        self._own.follow(token_ids)
+        self._own.replay(token_ids)
         self._num_read += len(token_ids)
         self._token_ids += token_ids
         self._states += [OUTSIDE] * len(token_ids)
@@ -229,7 +229,7 @@ class TabledMatcher(Matcher):
             self._own, self._num_read = None, 0
 
     def _matcher(self) -> Matcher:
-        """The grammar's own matcher, behind the text so far."""
+        """The grammar's own matcher, after the text so far."""
         if self._own is None:
             self._own, self._num_read = as_matcher(self._grammar.inner.new_matcher()), 0
         if missing := self._token_ids[self._num_read :]:
@@ -244,11 +244,11 @@ TEXTS = 32  # of one grammar, before its table is made: what is sent a few times
 
 
 class TableMaker:
-    """Puts tables beside compiled grammars; safe to use from several threads.
+    """Puts tables next to compiled grammars; safe to use from several threads.
 
     make: the table of a spec's grammar. Raises NoTableError, and GrammarError where it is made in
         a process that fails.
-    texts: of a grammar, behind which its table is made, one after another in a thread of its own,
+    texts: of a grammar, after which its table is made, one after another in a thread of its own,
         which is a daemon, since nobody waits for it. 0 makes each at once.
     """
 

@@ -1,4 +1,4 @@
-"""A bounded automaton over tokens: the mask row of every state, and the state behind each token."""
+"""A bounded automaton over tokens: the mask row of every state, and the state after each token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from guided_spec.ops.mask_words import full_row
 REFUSED = -1
 """The token is illegal."""
 ENDED = -2
-"""Behind a stop token."""
+"""After a stop token."""
 OUTSIDE = -3
 """The token is legal, and the table does not hold what follows it."""
 
@@ -41,7 +41,7 @@ class TokenTable:
     """States 0 to N - 1, of which 0 is the start; immutable, shared by requests and processes.
 
     classes: int32 [V], of each token; tokens of a class lead from every state to the same one.
-    then: int16 [N, C], the state behind a token of a class, or ``REFUSED``, ``ENDED``, ``OUTSIDE``.
+    then: int16 [N, C], the state after a token of a class, or ``REFUSED``, ``ENDED``, ``OUTSIDE``.
     rows: int32 [R, W], mask rows that differ. row_of: int32 [N], of each state.
     margins: uint8 [N], tokens that may follow before a text can leave the table; ``ANY_NUMBER`` for
     ``MOST_AHEAD`` or more.
@@ -79,12 +79,12 @@ class TokenTable:
         return found
 
     def after(self, state: int, token_id: int) -> int:
-        """The state behind a token, or ``REFUSED``, ``ENDED``, ``OUTSIDE``."""
+        """The state after a token, or ``REFUSED``, ``ENDED``, ``OUTSIDE``."""
         then: int = self.then.item(state, self.classes.item(token_id))
         return then
 
     def states(self, state: int, token_ids: Sequence[int]) -> list[int]:
-        """Behind each of the tokens, as far as they keep to the table and do not end the text."""
+        """After each of the tokens, as far as they keep to the table and do not end the text."""
         found: list[int] = []  # to call ``list[int]`` takes as long as to follow three tokens
         classes, then, width = self.steps
         size = len(classes)
@@ -130,12 +130,12 @@ class TokenTable:
 
 
 @dataclass(slots=True)
-class TablePlace:
+class TableState:
     """Where a text stands: in a state of a table. Whoever asked for it may move it on.
 
-    spare: tokens that a budget leaves to the text, or fewer. Rows behind which enough of them are
+    spare: tokens that a budget leaves to the text, or fewer. Rows after which enough of them are
     left for ``ends`` and a stop token are the table's own.
-    room: tokens behind which the rows are known to be the table's own, or fewer.
+    room: tokens after which the rows are known to be the table's own, or fewer.
     """
 
     table: TokenTable
@@ -144,10 +144,10 @@ class TablePlace:
     room: int = -1
 
     def reaches(self, ahead: int) -> bool:
-        """Whether the rows behind up to ``ahead`` more tokens are the table's own."""
+        """Whether the rows after up to ``ahead`` more tokens are the table's own."""
         if self.room < ahead:  # of an earlier state, and less than this one's
             table, state = self.table, self.state
-            # A budget looks at what is behind the last row, too.
+            # A budget looks at what is after the last row, too.
             within = self.spare - table.ends.item(state) - 2
             self.room = min(min(table.margins.item(state), MOST_AHEAD) - 1, within)
         return self.room >= ahead

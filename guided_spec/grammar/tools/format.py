@@ -29,7 +29,7 @@ class ToolCall(NamedTuple):
     """One call of a text.
 
     id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
-        same call at the same place behind the same prompt gets the same id.
+        same call at the same place after the same prompt gets the same id.
     arguments: valid under the tool's schema. raw: the call as it stands in the text.
     """
 

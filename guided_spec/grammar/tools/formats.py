@@ -210,7 +210,7 @@ class _Header(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """What stands before the arguments of a call, with ``{id}``, and behind them."""
+    """What stands before the arguments of a call, with ``{id}``, and after them."""
 
     begin: str
     end: str
@@ -239,7 +239,7 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """Behind ``<|start|>assistant``: analysis and commentary, then a call or the answer.
+    """After ``<|start|>assistant``: analysis and commentary, then a call or the answer.
 
     A call ends the model's turn, so there is one at most.
     """

@@ -235,7 +235,7 @@ class VllmRunner:
         job, handed = request.job, await _grammar(request.job)
         params = _params(self.setup, job, None if handed is None else handed.text)
         if handed is not None:
-            _require_room(job, handed)
+            _require_capacity(job, handed)
             request.bind(handed.ending_with(self.setup.handed.stops_of(params)))
         prompt: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)}
         if job.params.cache_salt is not None:
@@ -264,7 +264,7 @@ async def _grammar(job: Job) -> HandedGrammar | None:
     return handed
 
 
-def _require_room(job: Job, handed: HandedGrammar) -> None:
+def _require_capacity(job: Job, handed: HandedGrammar) -> None:
     """Raise BudgetTooSmallError, as our own engine does, for texts that are all too long."""
     room = min(job.params.max_tokens, job.max_length - len(job.prompt_ids))
     if handed.least > room and job.params.complete is not False:

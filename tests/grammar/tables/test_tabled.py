@@ -281,7 +281,7 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
     for _ in range(12):
         constraint = Constraint(grammar, STOPS)
         while not constraint.is_terminated and len(constraint.committed) < (max_tokens or 30):
-            at, fork = constraint.table_place(3), constraint.fork()
+            at, fork = constraint.table_state(3), constraint.fork()
             answers[at is not None] += 1
             state = None if at is None else at.state
             drafted = list[int]()
@@ -311,7 +311,7 @@ def test_matchers_of_a_text_in_its_table_read_many_tokens_at_once(max_tokens: in
         grammar = EndingsCache(SMALL).bound(grammar, max_tokens, is_required=True)
     constraint, unread = Constraint(grammar, STOPS), list[int]()
     for _ in range(50):
-        place = constraint.table_place(5)
+        place = constraint.table_state(5)
         assert place is not None
         assert place.state == [0, *table.states(0, constraint.committed)][-1]
         assert constraint.catch_up() is None
@@ -344,7 +344,7 @@ def test_a_fork_that_nobody_asked_for_is_made_anew(
     monkeypatch.setattr(Fork, "advance", counted)
     for step in range(100):
         for constraint in (rare, often):
-            assert constraint.table_place(5) is not None
+            assert constraint.table_state(5) is not None
             if constraint is often or step % 40 == 39:
                 row = row_of(constraint.fork().matcher)
                 assert constraint.fork().token_ids == []
@@ -372,11 +372,11 @@ def test_what_a_fork_cut_is_known_when_it_is_made_anew() -> None:
     grammar: Any = TabledGrammar(compiled, lambda: finished(table), 0)  # type: ignore[arg-type]
     grammar = EndingsCache(SMALL).bound(grammar, 85, is_required=True)
     constraint = Constraint(grammar, STOPS)
-    assert constraint.table_place(5) is None
+    assert constraint.table_state(5) is None
     assert legal(constraint.fork().matcher) == [98, 99]
     assert constraint.commit_ahead([98]) == [98]
     for _ in range(78):
-        assert constraint.table_place(1) is not None
+        assert constraint.table_state(1) is not None
         assert constraint.commit_ahead([98]) == [98]
         assert constraint.catch_up() is None
     assert legal(constraint.fork().matcher) == [98, 99]
@@ -386,7 +386,7 @@ def test_what_a_fork_cut_is_known_when_it_is_made_anew() -> None:
 def test_a_token_that_a_table_refuses_is_found_at_the_next_commit() -> None:
     compiled, table = parts("regex")
     constraint = Constraint(TabledGrammar(compiled, lambda: finished(table), 0), STOPS)
-    assert constraint.table_place(5) is not None
+    assert constraint.table_state(5) is not None
     assert constraint.commit_ahead([97, 99]) == [97, 99]
     assert isinstance(constraint.catch_up(), GrammarStateError)
     with pytest.raises(GrammarStateError, match="token 99 at output position 1"):

@@ -277,7 +277,7 @@ def test_the_host_goes_by_no_table(world: World) -> None:
         note(rank.requests, {"a": [1]})
         (constraint,) = rank.requests.commit(["a"])
         assert constraint is not None
-        assert constraint.table_place(0) is None
+        assert constraint.table_state(0) is None
 
     world.run(script)
 

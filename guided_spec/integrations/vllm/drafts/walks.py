@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
+from guided_spec.grammar.tables.token_table import TableState, TokenTable
 from guided_spec.integrations.vllm.ranks import LATER, NEVER
 from guided_spec.masks.rows import DeviceTables, TableWalk, launch_walk
 from guided_spec.ops.bitmask import only_legal_token
@@ -55,7 +55,7 @@ class _Walking:
 
     text: int
     table: TokenTable
-    place: TablePlace | None
+    place: TableState | None
 
 
 class Walks:
@@ -131,7 +131,7 @@ class Walks:
         if cursor is None:
             return LATER
         text = self._free.pop()
-        place = None if table.is_whole else TablePlace(table, state)
+        place = None if table.is_whole else TableState(table, state)
         self._walking[name] = _Walking(text, table, place)
         self._in_use[table] += 1
         self._moved[text] = cursor
