@@ -1,4 +1,4 @@
-"""The target, a causal LM over KV slots, and what its forwards read: steps, prompts, given texts.
+"""The target, a causal LM over KV slots, and what its forwards read: steps, prompts, scored texts.
 
 Also the hidden states that no proposer has taken yet.
 """
@@ -28,7 +28,7 @@ from guided_spec.ops.host import pad_ids, to_device
 
 
 class _Piece(NamedTuple):
-    """The first ``length`` places of one row of a forward's hidden states, [B, n, H]."""
+    """The first ``length`` positions of one row of a forward's hidden states, [B, n, H]."""
 
     hidden: Tensor
     row: int
@@ -67,7 +67,7 @@ class KeptStates:
         self._pieces: dict[int, list[_Piece]] = {}
 
     def add(self, slots: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
-        """The first ``counts[i]`` places of ``hidden[i]``, of [B, n, H], belong to ``slots[i]``."""
+        """Add the first ``counts[i]`` positions of ``hidden[i]``, [n, H], to ``slots[i]``."""
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             self._pieces.setdefault(slot, []).append(_Piece(hidden, row, count))
 
@@ -113,7 +113,7 @@ class _Line(NamedTuple):
         return cls(joined, prompts, own)
 
     def order(self) -> NDArray[np.int64]:
-        """int64 [N]: which each token is, of those that are verified and, behind, of prompts."""
+        """int64 [N]: index of each token once verified tokens come first, then prompt tokens."""
         assert self.own is not None
         is_read = np.ones(sum(self.rows.counts), dtype=np.bool_)
         is_read[self.own] = False
@@ -197,8 +197,8 @@ class SlotTarget:
         launched = None if ahead is None else ahead.of(batch, flight)
         if launched is not None:
             return launched
-        # What is behind the end of a shorter draft is fed like a token: it lands where nothing
-        # valid is, and is overwritten before it can be seen. That spares a download of its length.
+        # The padding after a shorter draft is fed like a token: its state is written where nothing
+        # valid is, and overwritten before it can be seen. That spares a download of its length.
         last = to_device([[context[-1]] for context in batch.contexts], batch.device)
         token_ids = torch.cat([last, flight.draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
@@ -323,7 +323,7 @@ class SlotTarget:
         output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
         found = dict[int, Tensor]()
         if output.hidden_states is not None and prompts:
-            # A copy: the next forward overwrites these, and a proposer reads them behind it.
+            # A copy: the next forward overwrites these, and a proposer reads them after it.
             hidden = output.hidden_states.clone()
             for piece, first in line.pieces():
                 states = hidden[first : first + len(piece.token_ids)]
@@ -357,7 +357,7 @@ class SlotTarget:
 def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     """One forward over the next row of each request. Their slots keep their prompts alone.
 
-    A request ends behind its last row, or where the model gives no branch any probability.
+    A request ends after its last row, or where the model gives no branch any probability.
     """
     tasks = [_next(request) for request in requests]
     fed = [[one.request.text.tokens[-1], *one.row.token_ids] for one in tasks]
@@ -429,8 +429,8 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
     lengths: tokens that each prompt has left, at least 1. budget: tokens of all forwards together,
         padding included.
 
-    The first prompts come first; those that the budget has no room for are in no group. A prompt
-    longer than the budget is cut to it, and then alone.
+    The first prompts come first; those that exceed the budget are in no group. A prompt longer
+    than the budget is cut to it, and then alone.
     """
     chosen: list[int] = []
     width = 0
@@ -455,19 +455,19 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
     return [PromptGroup(sorted(group.members), group.width) for group in groups]
 
 
-# Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
-# less than a forward of their own, which reads the weights again. No text waits long for them.
-ALONG = 512
-# Steps that what waits to be read is spread over, where that is more and few texts wait for it. A
-# few prompts of thousands of tokens must not make steps longer, whole books that wait must. Pieces
-# stay as large to the last: smaller ones take longer for each of their tokens.
+# Prompt tokens that a verify forward may always read as well: so few cost a GPU little, and less
+# than a separate forward, which reads the weights again. No text waits long for them.
+MIN_PROMPT_TOKENS = 512
+# Steps over which longer prompts are spread while few texts wait for them. A few prompts of
+# thousands of tokens must not make steps longer, whole books must. Pieces keep their size to the
+# last: smaller ones take longer for each of their tokens.
 STEPS_TO_READ = 64
-# Texts that wait for their prompts, from which on these are read in fewer steps. Short prompts of
-# many texts take no longer than a few drafts, and a forward writes more with all of them in it.
+# From so many texts waiting for their prompts on, these are read in fewer steps. Short prompts of
+# many texts take no longer than a few drafts, and a forward generates more with all of them in it.
 MANY = 8
 
 
-def tokens_along(
+def prompt_tokens_per_step(
     unread: Sequence[int],
     backlog: int,
     num_decoding: int,
@@ -475,19 +475,19 @@ def tokens_along(
     most: int,
     sizes: Sequence[int],
 ) -> int:
-    """Prompt tokens, of ``most``, that the next verify forward reads besides.
+    """Prompt tokens, at most ``most``, that the next verify forward reads with its drafts.
 
-    unread: of each text that waits for its prompt, in the order in which they are read. backlog:
-    the most that these came to since none waited.
-    num_decoding: texts that wait for the forward. num_own: tokens of theirs. sizes: of the graphs.
+    unread: prompt tokens left of each waiting text, in reading order. backlog: the largest sum of
+    these since no text waited. num_decoding: texts that wait for the forward. num_own: their
+    tokens. sizes: of the graphs.
 
-    The more tokens wait, the more texts, and the more texts for each that decodes, the longer
-    may that one wait for a forward: all end sooner so. It is cut so that it fills a graph: one
-    token more would take as long as the next graph does.
+    The count grows with the waiting tokens, with the waiting texts, and with their ratio to texts
+    that decode: all end sooner so. It is cut to fill a graph: one token more would take as long
+    as the next graph does.
     """
     share = (len(unread) + num_decoding) / num_decoding * max(1, len(unread) / MANY)
-    wanted = min(max(ALONG, int(backlog * share) // STEPS_TO_READ), most)
-    # Behind the end of a prompt stands one token more, whose logits are asked for.
+    wanted = min(max(MIN_PROMPT_TOKENS, int(backlog * share) // STEPS_TO_READ), most)
+    # A prompt that ends here adds one token, whose logits are needed.
     others = num_own + sum(end <= wanted for end in accumulate(unread))
     room = filled(wanted + others, sizes) - others
     return room if 2 * room >= wanted else wanted
