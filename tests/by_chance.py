@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from guided_spec.engine.pace import Pace
+from guided_spec.engine.draft_length import DraftLengthPolicy
 
 
 def draft_by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From here on; returns how much each step drafts, as they come."""
     dice, counts = random.Random(0), list[int]()
 
-    def num_draft_tokens(pace: Pace, *_: int) -> int:
-        counts.append(dice.choice(pace.lengths))
+    def num_draft_tokens(policy: DraftLengthPolicy, *_: int) -> int:
+        counts.append(dice.choice(policy.lengths))
         return counts[-1]
 
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
+    monkeypatch.setattr(DraftLengthPolicy, "num_draft_tokens", num_draft_tokens)
     return counts

@@ -39,7 +39,7 @@ def bench(
 ) -> None:
     """Compare proposers on a workload.
 
-    Plain constrained decoding and transformers' own generate are measured beside them; the latter
+    Plain constrained decoding and transformers' own generate are measured as well; the latter
     at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
     held-out documents that come with the package are used.
     """

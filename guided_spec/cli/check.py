@@ -95,7 +95,7 @@ def _keys_of(report: dict[str, Any]) -> str:
 
 
 def _print_finding(finding: dict[str, Any]) -> None:
-    """Its place in one line, which nothing breaks, and sentences below."""
+    """Print its pointer in one unbroken line, and sentences below."""
     place = finding["pointer"] or "(the whole schema)"
     typer.echo(f"{finding['level']}: {place}: {finding['keyword']}")
     width = min(stdout().width, LONGEST_LINE)

@@ -70,7 +70,7 @@ def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
     except UsageError as error:
         if not as_json:
-            raise  # typer prints it beside the usage
+            raise  # typer prints it with the usage
         misuse = cast(typer.BadParameter, error)
         _print_error(misuse, misuse.format_message(), as_json=True)
         raise typer.Exit(misuse.exit_code) from error

@@ -100,7 +100,7 @@ def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
     try:
         with _opened(llm, UNTRAINED, draft) as opened:
             opened.close()
-    except GuidedSpecError as error:  # better said now than behind what comes first
+    except GuidedSpecError as error:  # better reported now than after the other measurements
         stderr().print(f"the untrained draft is not measured: {error}")
         return ["none", "ngram", "auto"]
     return ["none", "ngram", UNTRAINED, "auto"]

@@ -1,7 +1,7 @@
 """The ``guided-spec`` command and its sub-commands.
 
 Nothing here or in the commands' modules loads torch: what a command needs for its work is imported
-when it works, so that ``--help`` and completion answer at once.
+when it works, so that ``--help`` and completion respond at once.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ModelOptions:
         return LLM(**self.arguments(**others))
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """Of ``LLM``, those that are given; None is not. others: further ones.
+        """Arguments of ``LLM``: those that are not None. others: further ones.
 
         Raises ConfigError for a device map that cannot be read.
         """
@@ -92,7 +92,7 @@ class TextOptions:
     def params(self) -> SamplingParams:
         """How to sample, under the grammar that was asked for.
 
-        Raises ConfigError when two grammars are given, two of these are standard input, or a file
+        Raises ConfigError when there are two grammars, two of these are standard input, or a file
         cannot be read.
         """
         given = {"PROMPT": self.prompt, "--schema": self.schema, "--grammar": self.grammar}
@@ -143,7 +143,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What is measured with, and where the figures go beside stdout."""
+    """What is measured with, and where the figures go in addition to stdout."""
 
     max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
@@ -155,7 +155,7 @@ class ReportOptions:
         """Of every request. Raises ConfigError for a report or plots that could not be written."""
         # Before anything runs.
         if self.output is not None:
-            require_place("--output", self.output)
+            require_writable("--output", self.output)
         if self.plot is not None:
             require_matplotlib("--plot", str(self.plot))
         sampling: Any = {"max_tokens": self.max_tokens, "seed": self.seed}
@@ -180,7 +180,7 @@ class ReportOptions:
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` as typer takes it: in place of a parameter that is a dataclass, its fields."""
+    """``function`` as typer takes it: the fields of a dataclass instead of the parameter."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
@@ -239,8 +239,8 @@ def proposer_list(text: str, *, others: Collection[str] = ()) -> list[str]:
     return names
 
 
-def require_place(option: str, path: Path) -> None:
-    """Raise ConfigError for a file that cannot be made, as long as nothing is lost with it."""
+def require_writable(option: str, path: Path) -> None:
+    """Raise ConfigError for a file that cannot be made, before any work would be lost."""
     if not path.parent.is_dir():
         raise ConfigError(option, str(path), "is in no folder that exists; make it first")
     if path.is_dir():

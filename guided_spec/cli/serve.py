@@ -103,7 +103,7 @@ def _serve_own(
 def _serve_vllm(
     load: ModelOptions, others: dict[str, Any], site: Site, engine_options: str | None
 ) -> None:
-    """Start vLLM's server in place of this program; its limits are its own."""
+    """Replace this program by vLLM's server; its limits are its own."""
     from guided_spec.engine.runner import Wanted
     from guided_spec.integrations.vllm.arguments import run, serve_command
 

@@ -14,7 +14,7 @@ from guided_spec.cli.options import (
     ModelOptions,
     Proposer,
     TextOptions,
-    require_place,
+    require_writable,
     with_options,
     write_text,
 )
@@ -71,7 +71,7 @@ def _check(outputs: Sequence[Path]) -> None:
     for path in outputs:
         if path.suffix not in (".html", ".json"):
             raise ConfigError("--output", str(path), "must end in .html or .json")
-        require_place("--output", path)
+        require_writable("--output", path)
 
 
 def _trace(llm: LLM, prompt: Any, params: SamplingParams) -> Trace:

@@ -37,7 +37,7 @@ class TrainCommand(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """The context of the command with all these options, which is run in place of this one."""
+        """The context of the command with all these options, which is run instead of this one."""
         # Completion has no seconds to import an algorithm.
         name = None if extra.get("resilient_parsing") else _named_algorithm(args)
         return _command(name).make_context(info_name, args, parent, **extra)

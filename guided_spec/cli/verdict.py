@@ -35,7 +35,7 @@ def report_schema(
     """Compile it and say what would be enforced of it.
 
     spec: of kind ``json_schema``. tokenizer: a hub id or folder; None is the bundled model's.
-    table_steps: tokens of the random texts along which its table is compared; None for no table.
+    table_steps: tokens of the random texts on which its table is compared; None for no table.
 
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
@@ -134,7 +134,7 @@ def _findings(
 
 
 def _about_tags(schema: Any) -> list[Unenforced]:
-    """Where its keys cannot be told apart: what is around a tag's JSON is none."""
+    """A note if unlisted keys may repeat: tags around the JSON prevent the check of unique keys."""
     if not free_keys(examine_schema(lower_checked(schema)).schema).are_there:
         return []
     reason = "as part of a tool or tag, a key that is not listed may be written twice"

@@ -1,6 +1,6 @@
-"""Chats with tools and reasoning: what a conversation asks for, and what its answer holds.
+"""Chats with tools and reasoning: what a conversation asks for, and what the reply holds.
 
-An answer can be read while it is written.
+A reply can be read while it is generated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Reasoning(NamedTuple):
                 return cls(begin, end)
         return None
 
-    def state_behind(self, prompt: str) -> ReasoningState:
+    def state_after(self, prompt: str) -> ReasoningState:
         """Whether a rendered prompt has opened or closed the reasoning, or left it to the model."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
@@ -74,23 +74,23 @@ class Reasoning(NamedTuple):
         return "closed" if prompt.endswith(self.end) else "unopened"
 
     def before(self, content: dict[str, Any]) -> dict[str, Any]:
-        """A format of structural tags behind reasoning, which the model may write or leave out."""
+        """Structural tags for ``content`` after optional reasoning."""
         block = {"type": "tag", "begin": self.begin, "content": {"type": "any_text"}}
         return {
             "type": "sequence",
             "elements": [
                 {"type": "optional", "content": {**block, "end": self.end}},
-                *self.behind(content),
+                *self.after(content),
             ],
         }
 
     @staticmethod
-    def behind(content: dict[str, Any]) -> list[dict[str, Any]]:
+    def after(content: dict[str, Any]) -> list[dict[str, Any]]:
         """The elements of a sequence that follows the end: empty lines, and the content."""
         return [{"type": "regex", "pattern": "\\n{0,2}"}, content]
 
     def split(self, text: str, state: ReasoningState, marks: MarkedText) -> SplitText:
-        """A text that ``marks`` has read, behind a prompt of that state.
+        """Split a text read by ``marks``, whose prompt left the reasoning in ``state``.
 
         Reasoning that was cut off before its end is all of the text.
         """
@@ -134,13 +134,13 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ChatCompletion(NamedTuple):
-    """One answer.
+    """One reply.
 
     text: what the model says, without reasoning and calls.
     reasoning: what it wrote before, without the marks around it; None where there was none.
     tool_calls: in the order of the text. A call that was cut off stays in ``text``.
     finish_reason: as a ``Completion`` has it, and "tool_calls" instead of "stop" where there are.
-    message: the answer as a message, ready to be appended to the conversation.
+    message: the reply as a message, ready to be appended to the conversation.
     completion: all of the text and its tokens, as ``generate`` returns them.
     """
 
@@ -199,7 +199,7 @@ class ChatOutput(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Takes the texts behind one prompt apart; the grammar's other side."""
+    """Splits the texts generated for one prompt; the counterpart of its grammar."""
 
     tool_format: ToolFormat | None
     tools: Sequence[Tool]
@@ -231,7 +231,7 @@ class _Reader(NamedTuple):
 
 
 class ChatRequest(NamedTuple):
-    """One conversation, ready for the engine, and what reads the answer."""
+    """One conversation, ready for the engine, and what reads the reply."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -245,7 +245,7 @@ class ChatRequest(NamedTuple):
         return ChatOutput(tuple(map(self.read_sample, output.completions, count())))
 
     def read_sample(self, completion: Completion, sample_index: int) -> ChatCompletion:
-        """The answer of one sample, whether it has failed or not."""
+        """The reply of one sample, whether it has failed or not."""
         marked = self.reader.marks.read(completion.token_ids, self.params.stop_token_ids)
         marked = self.before_stop(marked, len(completion.text))
         text, calls, reasoning = self.reader.read(marked)
@@ -262,7 +262,7 @@ class ChatRequest(NamedTuple):
     def before_stop(self, marked: str, visible: int) -> str:
         """A text that the marks have read, of which ``visible`` characters are shown.
 
-        What a token holds from the beginning of a stop string on is no part of the answer.
+        The part of a token from the beginning of a stop string on is not shown.
         """
         return self.reader.marks.cut(marked, visible) if self.params.stop else marked
 
@@ -290,7 +290,7 @@ class ChatRequest(NamedTuple):
             is_harmony = self.reader.reasoning is None
             message["thinking" if is_harmony else "reasoning_content"] = reasoning
             if is_harmony and calls:
-                message["content"] = ""  # gpt-oss's template takes one of the two beside a call
+                message["content"] = ""  # gpt-oss's template takes only one of the two with a call
         return message
 
 
@@ -319,7 +319,7 @@ class Chat:
         is_parallel = options.get("parallel_tool_calls", True)
         rules = ToolRules(left, choice, is_parallel, self._stop_names())
         params = _params(options, rules, reader)
-        reader = _behind_own_marker(reader, params.grammar)
+        reader = _after_own_marker(reader, params.grammar)
         if choice == "none":
             reader = reader._replace(tools=())
         return ChatRequest(self._encoder.encode_rendered(prompt), params, reader)
@@ -341,7 +341,7 @@ class Chat:
         if tool_format is None or not tool_format.holds_reasoning:
             reasoning = Reasoning.of_template(template)
         if reasoning is not None:
-            state = reasoning.state_behind(prompt)
+            state = reasoning.state_after(prompt)
             literals += reasoning
         return _Reader(tool_format, tools, reasoning, state, self._marks(literals))
 
@@ -387,7 +387,7 @@ def _params(options: ChatOptions, rules: ToolRules, reader: _Reader) -> Sampling
 
 
 def _marker(reader: _Reader) -> str | None:
-    """What ends the reasoning that the prompt has opened, or the channel before the answer."""
+    """What ends the reasoning that the prompt has opened, or the channel before the reply."""
     if reader.tool_format is not None and reader.tool_format.holds_reasoning:
         return FINAL_CHANNEL
     return reader.reasoning.end if reader.reasoning and reader.state == "open" else None
@@ -399,13 +399,13 @@ def _tool_grammar(rules: ToolRules, reader: _Reader, tool_format: ToolFormat) ->
     if reasoning is not None and reader.state == "unopened":
         content = reasoning.before(content)
     if reasoning is not None and reader.state == "open":
-        content = {"type": "sequence", "elements": reasoning.behind(content)}
+        content = {"type": "sequence", "elements": reasoning.after(content)}
     spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
     marker = reasoning.end if reasoning is not None and reader.state == "open" else None
     return spec if marker is None else spec.after(marker)
 
 
-def _behind_own_marker(reader: _Reader, grammar: GrammarSpec | None) -> _Reader:
+def _after_own_marker(reader: _Reader, grammar: GrammarSpec | None) -> _Reader:
     """The reader of texts whose grammar waits for a marker: what stands before it is reasoning."""
     if grammar is None or grammar.start is None or reader.state == "closed":
         return reader
@@ -461,7 +461,7 @@ def _as_text(arguments: Any) -> Any:
 class ToolCallDelta(NamedTuple):
     """A piece of one call.
 
-    call_index: of the call in the answer. id, name: on the call's first piece, "" on the others.
+    call_index: of the call in the reply. id, name: on the call's first piece, "" on the others.
     arguments: what follows, as JSON text. A form of calls that is not JSON gives it in one piece.
     """
 
@@ -472,13 +472,13 @@ class ToolCallDelta(NamedTuple):
 
 
 class ChatChunk(NamedTuple):
-    """A piece of a streamed answer; the pieces, joined, are what ``chat`` returns.
+    """A piece of a streamed reply; the pieces, joined, are what ``chat`` returns.
 
     Only whitespace around the text may differ. A call that was cut off shows as its pieces up to
     there, and stays in the text of ``completion``.
 
     text, reasoning, tool_calls: what is certain since the last chunk.
-    completion: on a sample's last chunk, the whole answer.
+    completion: on a sample's last chunk, the whole reply.
     token_ids, logprobs: of the tokens that were committed since the last chunk, see ``Chunk``.
     """
 
@@ -506,7 +506,7 @@ class ChatStream:
         self._visible = 0
 
     def feed(self, chunk: Chunk) -> ChatChunk:
-        """The answer's part of a chunk."""
+        """The part of the reply that a chunk holds."""
         begun = self._request.reader.read_begun(self._read(chunk))
         text = self._show(begun.text[self._sent_text :])
         reasoning = self._show((begun.reasoning or "")[self._sent_reasoning :])

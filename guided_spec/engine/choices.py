@@ -1,4 +1,4 @@
-"""Classification: how likely each of several choices is behind a prompt, exactly."""
+"""Classification: the exact probability of each of several choices after a prompt."""
 
 from __future__ import annotations
 

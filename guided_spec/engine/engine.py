@@ -21,16 +21,16 @@ from guided_spec.core import (
     FinishedText,
     Proposer,
 )
-from guided_spec.engine.flights import Flight, Flights, Piece
+from guided_spec.engine.draft_length import PLAIN, DraftLengthPolicy, ForwardTimes, StepTaken
+from guided_spec.engine.in_flight import Piece, StepInFlight, StepsInFlight
 from guided_spec.engine.intake import Intake
-from guided_spec.engine.pace import PLAIN, ForwardTimes, Pace, StepTaken
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Load, Scheduler
 from guided_spec.engine.slow_texts import SlowTexts
 from guided_spec.engine.suspects import Suspects
-from guided_spec.engine.target.prompts import group_prompts, tokens_along
+from guided_spec.engine.target.prompts import group_prompts, prompt_tokens_per_step
 from guided_spec.engine.target.scores import score_rows, scored_length
 from guided_spec.engine.target.target import make_target
 from guided_spec.errors import GuidedSpecError, ModelError, RequestCancelledError
@@ -76,7 +76,7 @@ class Engine:
         self._is_parallel = is_parallel(model.model)
         known = (self._scheduler, model, self._target, self._layers)
         self._prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
-        # Drafts then follow what others drew, an equal request with the same noise among them.
+        # Drafts then depend on what other texts sampled, equal requests with equal noise included.
         # Coupled texts do not depend on drafts.
         self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
@@ -86,12 +86,12 @@ class Engine:
         limits = config.grammar_limits or GrammarLimits()
         self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         self._intake = Intake(self._scheduler, model, longest, is_parallel=self._is_parallel)
-        self._flights = Flights()
+        self._in_flight = StepsInFlight()
         self._side = SideStream.none() if model.blocks is None else model.blocks.side
         self._carry: object | None = None  # of the last step that was committed, for the next one
         self._backlog = 0  # tokens of prompts that waited at most since none did
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
-        self._paces: dict[bool, Pace] = {}  # by whether they take turns
+        self._policies: dict[bool, DraftLengthPolicy] = {}  # by whether they take turns
         self._num_drafted = config.num_draft_tokens  # of the last step
         self._ended: float | None = None  # when it did; None where nobody went on decoding
 
@@ -108,7 +108,7 @@ class Engine:
     @property
     def turns_from(self) -> int | None:
         """How many texts have to decode for two halves of them to take turns; None: never."""
-        return self._flights.turns_from
+        return self._in_flight.turns_from
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +136,7 @@ class Engine:
         """Queue a request; it is admitted by a later ``step``."""
         self._num_added += 1
         request.number = self._num_added
-        request.tell_cancelled(self._cancelled.put)
+        request.report_cancelled(self._cancelled.put)
         if self._keys_vary:
             request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
@@ -146,7 +146,7 @@ class Engine:
         yield from self.model.capture(self._layers)
         yield from self._proposer.capture()
 
-    def set_pace(self) -> None:
+    def set_draft_lengths(self) -> None:
         """From here on, steps draft as much as pays, and texts take turns where that does.
 
         What forwards take is measured if they are captured.
@@ -157,11 +157,13 @@ class Engine:
         count, num_slots = self.config.num_draft_tokens, self.model.num_slots
         # A linear state is that of the last step alone. Who drafts nothing waits for nothing.
         if self._proposer.may_draft(count) and not self.model.has_linear_state:
-            self._flights.measure(times, 1 + count, num_slots)
+            self._in_flight.measure(times, 1 + count, num_slots)
         if count and self.config.drafting != "always":
             has_more = not self._layers and self._proposer.may_draft(0)
             turns = (False, True)
-            self._paces = {turn: Pace(count, times, has_more=has_more) for turn in turns}
+            self._policies = {
+                turn: DraftLengthPolicy(count, times, has_more=has_more) for turn in turns
+            }
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -178,7 +180,7 @@ class Engine:
 
     def cancel_all(self) -> None:
         """End every request; the engine may go on with new ones."""
-        self._flights.drop()
+        self._in_flight.drop()
         for request in self._scheduler:
             self._slow.forget(request)
             request.cancel()
@@ -198,7 +200,7 @@ class Engine:
 
     def _round(self) -> None:
         if self._suspects.has_passed:
-            self._land(0)
+            self._commit(0)
             for request in self._suspects.next_group():
                 self._requeue(request)
         for request, error in self._slow.take_failed():
@@ -211,11 +213,11 @@ class Engine:
             self._intake.wait()
             return
         if not self._takes_turns():
-            self._land(0)
-        along = [] if is_ahead else self._prefill()
+            self._commit(0)
+        pieces = [] if is_ahead else self._prefill()
         self._score()
-        is_launched = self._launch(along)
-        self._land(1 if is_launched and self._takes_turns() else 0)
+        is_launched = self._launch(pieces)
+        self._commit(1 if is_launched and self._takes_turns() else 0)
         if not is_launched and self._all_decode():
             self._slow.wait()
 
@@ -227,7 +229,7 @@ class Engine:
         running = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
         if not running:
             raise error
-        self._flights.drop()
+        self._in_flight.drop()
         self._target.drop_ahead()
         self._carry = None
         if len(running) == 1 or self._is_parallel:
@@ -260,7 +262,7 @@ class Engine:
             else:
                 self._end(request, error)
         self._learn()
-        slots = self._scheduler.remove_finished(self._flights.requests)
+        slots = self._scheduler.remove_finished(self._in_flight.requests)
         if slots:
             self._release(slots)
 
@@ -306,22 +308,22 @@ class Engine:
     def _prefill(self) -> list[Piece]:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
 
-        Returns what is left to the verify forward of this step, by which a packed model reads
-        beside texts that decode. The last prompt token is left for the first speculative step. The
-        forwards may still run when this returns.
+        Returns the pieces left to the verify forward of this step: a packed model reads them in the
+        same forward as texts that decode. The last prompt token is left for the first speculative
+        step. The forwards may still run when this returns.
         """
-        rows = [r for r in self._on_ground(State.PREFILL) if not self._prefixes.is_shared(r)]
+        rows = [r for r in self._between_steps(State.PREFILL) if not self._prefixes.is_shared(r)]
         # Who came first reads first: a later one may have to go, and to read it all again.
         unread = sorted((r for r in rows if r.num_unread), key=lambda request: request.number)
-        along = list[Piece]()
+        pieces = list[Piece]()
         if self.model.is_packed:
-            along = self._read_lines(unread)
+            pieces = self._read_lines(unread)
         else:
             left = [request.num_unread for request in unread]
             for members, width in group_prompts(left, self.config.prefill_tokens):
                 self._read([Piece.next_of(unread[at], width) for at in members])
         self._begin_decoding(rows)
-        return along
+        return pieces
 
     def _read_lines(self, unread: Sequence[Request]) -> list[Piece]:
         """Read the next pieces of prompts now, or return them for the verify forward."""
@@ -333,9 +335,9 @@ class Engine:
             together = -(-num_decoding // 2) if self._takes_turns() else num_decoding
             num_own = together * (1 + self._num_drafted)
             known = (left, self._backlog, num_decoding, num_own, budget)
-            budget = tokens_along(*known, self._window.sizes)
+            budget = prompt_tokens_per_step(*known, self._window.sizes)
         pieces = self._next_pieces(unread, budget)
-        for piece in [piece for piece in pieces if self._decodes_along(piece)]:
+        for piece in [piece for piece in pieces if self._decodes_with_prompt(piece)]:
             piece.request.state = State.DECODE
         if self._scheduler.running(State.DECODE):
             return pieces
@@ -343,7 +345,7 @@ class Engine:
             self._read(pieces)
         return []
 
-    def _decodes_along(self, piece: Piece) -> bool:
+    def _decodes_with_prompt(self, piece: Piece) -> bool:
         """Whether a text decodes in the step that reads the last piece of its prompt.
 
         One forward then reads a prompt and gives the first token, which no head drafts for.
@@ -367,7 +369,7 @@ class Engine:
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = list[Piece]()
-        reads = self._flights.reads  # behind this step
+        reads = self._in_flight.reads  # once the steps in flight are done
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
@@ -390,7 +392,7 @@ class Engine:
         """
         if not (self._layers and self._proposer.reads_prompts):
             return []
-        prefill = self._on_ground(State.PREFILL)
+        prefill = self._between_steps(State.PREFILL)
         begun = [
             r
             for r in prefill
@@ -421,8 +423,8 @@ class Engine:
         False where that is the request itself. Who has ended in this step leaves by itself.
         """
         while not self.model.grow(request.text.slot, length):
-            if self._flights:  # those who have to go must not be on their way
-                self._land(0)
+            if self._in_flight:  # a request in flight cannot be requeued
+                self._commit(0)
                 continue
             going_on = [r for r in self._scheduler.running() if r.state is not State.FINISHED]
             last = max(going_on, key=lambda running: running.number)
@@ -447,14 +449,14 @@ class Engine:
         if requests:
             score_rows(self.model, requests)
 
-    def _decoding(self, along: Sequence[Piece]) -> list[Request]:
-        """Those that decode in this step, each with room for the longest draft."""
-        requests = self._on_ground(State.DECODE)
+    def _decoding(self, pieces: Sequence[Piece]) -> list[Request]:
+        """Requests that decode in this step, each with blocks for the longest draft."""
+        requests = self._between_steps(State.DECODE)
         if not self._is_parallel:  # else they would have to agree on who is ready
             requests = self._slow.ready(requests)
         if self._takes_turns():
             most = -(-len(self._scheduler.running(State.DECODE)) // 2)
-            coming = {piece.request for piece in along}  # their prompts come with them
+            coming = {piece.request for piece in pieces}  # their prompts come with them
             first = sorted(requests, key=lambda request: request not in coming)[:most]
             chosen = {*first, *(one for one in requests if one in coming)}
             requests = [request for request in requests if request in chosen]
@@ -467,10 +469,10 @@ class Engine:
                 self._grow(request, length)
         return [request for request in requests if request.state is State.DECODE]
 
-    def _pace_of(self, requests: Sequence[Request]) -> Pace | None:
-        """What says whether their step drafts; None: it does."""
-        pace = self._paces.get(self._takes_turns())
-        return pace if all(map(self._is_free, requests)) else None
+    def _policy_of(self, requests: Sequence[Request]) -> DraftLengthPolicy | None:
+        """The policy that chooses the draft length of their step; None: it drafts K tokens."""
+        policy = self._policies.get(self._takes_turns())
+        return policy if all(map(self._is_free, requests)) else None
 
     def _is_free(self, request: Request) -> bool:
         """Whether who else is there may decide how much is drafted for it: its text does not
@@ -480,36 +482,36 @@ class Engine:
         return self.config.verifier == "coupled" or params.temperature == 0 or params.seed is None
 
     def _batch(
-        self, requests: Sequence[Request], along: Sequence[Piece], num_draft_tokens: int
+        self, requests: Sequence[Request], pieces: Sequence[Piece], num_draft_tokens: int
     ) -> DecodeBatch:
         """What the step reads and decodes."""
         slots = [request.text.slot for request in requests]
-        coming = {piece.tokens.slot for piece in along}
+        coming = {piece.tokens.slot for piece in pieces}
         features = self._target.take_features(slots, coming) if self._layers else ()
         texts = [request.text for request in requests]
         return replace(
             self._batches.make(texts, num_draft_tokens),
             features=features,
             traced=[at for at, request in enumerate(requests) if request.trace is not None],
-            prompts=[piece.tokens for piece in along],
+            prompts=[piece.tokens for piece in pieces],
             begun=self._begun(),
         )
 
-    def _launch(self, along: Sequence[Piece]) -> bool:
-        """Launch a speculative step, if anybody decodes. along: of prompts, which it reads."""
-        requests = self._decoding(along)
+    def _launch(self, pieces: Sequence[Piece]) -> bool:
+        """Launch a speculative step, if any text decodes. pieces: prompt pieces that it reads."""
+        requests = self._decoding(pieces)
         if not requests:
             return False
-        if not self._flights:
+        if not self._in_flight:
             self._side.follow()
         # Some may have had to go for those who decode.
-        along = [piece for piece in along if piece.request.state is not State.WAITING]
-        pace, count = self._pace_of(requests), self.config.num_draft_tokens
-        if pace is not None:
-            num_read = sum(len(piece.tokens.token_ids) for piece in along)
-            count = pace.num_draft_tokens(len(requests), num_read)
+        pieces = [piece for piece in pieces if piece.request.state is not State.WAITING]
+        policy, count = self._policy_of(requests), self.config.num_draft_tokens
+        if policy is not None:
+            num_read = sum(len(piece.tokens.token_ids) for piece in pieces)
+            count = policy.num_draft_tokens(len(requests), num_read)
         with self._side.use():
-            batch = self._batch(requests, along, max(0, count))
+            batch = self._batch(requests, pieces, max(0, count))
         started, self._num_drafted = time.perf_counter(), max(0, count)
         carry, self._carry = self._carry, None
         step = speculative_step(
@@ -519,26 +521,26 @@ class Engine:
             carry=carry,
             side=self._side if self._target.launches_at_once else None,
         )
-        self._flights.launch(Flight(requests, along, batch, step, pace, count, started))
+        self._in_flight.launch(StepInFlight(requests, pieces, batch, step, policy, count, started))
         return True
 
     def _takes_turns(self) -> bool:
         """Whether one half of the texts drafts while the other one is verified."""
-        return self._flights.take_turns(len(self._scheduler.running(State.DECODE)))
+        return self._in_flight.take_turns(len(self._scheduler.running(State.DECODE)))
 
-    def _on_ground(self, state: State) -> list[Request]:
-        """Those of that state whose last step is committed."""
-        flying = self._flights.requests
-        return [one for one in self._scheduler.running(state) if one not in flying]
+    def _between_steps(self, state: State) -> list[Request]:
+        """Requests in ``state`` that are in no step in flight."""
+        in_flight = self._in_flight.requests
+        return [one for one in self._scheduler.running(state) if one not in in_flight]
 
-    def _land(self, left: int) -> None:
-        """Commit steps in the order of their launch, until so many are left on their way."""
-        while len(self._flights) > left:
-            self._commit_flight(self._flights.land())
+    def _commit(self, left: int) -> None:
+        """Commit steps in the order of their launch, until ``left`` are in flight."""
+        while len(self._in_flight) > left:
+            self._commit_step(self._in_flight.pop())
 
-    def _commit_flight(self, flight: Flight) -> None:
-        """First of all launch what does not depend on the host, which then waits for the step."""
-        requests, along, batch, step, pace, num_drafted, started = flight
+    def _commit_step(self, flight: StepInFlight) -> None:
+        """Launch what does not depend on the host, then wait for the step and commit it."""
+        requests, pieces, batch, step, policy, num_drafted, started = flight
         self._carry = step.carry_on(self._side)
         if self._runs_ahead(flight):
             self._target.run_ahead(batch, step.accepted.token_ids)
@@ -546,19 +548,19 @@ class Engine:
         committed = flight.commit(self._target)
         count_step(requests, step, committed)
         ended = time.perf_counter()
-        if pace is not None:
+        if policy is not None:
             drafted = step.num_drafted.wait().tolist()
             taken = ended - (self._ended or started)
-            pace.count(StepTaken.of(batch, num_drafted, committed, drafted, taken))
+            policy.count(StepTaken.of(batch, num_drafted, committed, drafted, taken))
         logprobs = step.token_logprobs(committed)
-        self._have_read(along)
+        self._have_read(pieces)
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
             if request.state is State.FINISHED:  # it was cancelled meanwhile
                 continue
             try:
                 request.append(row, values, one)
-            except Exception as error:  # as of whoever is told of the text
+            except Exception as error:  # such as an error of the caller's report function
                 self.fail([request], error)
             length = len(request.text.tokens) - 1
             fills = length // BLOCK > (length - len(row.token_ids)) // BLOCK
@@ -566,19 +568,19 @@ class Engine:
                 self._prefixes.remember(request, length)
         if not self._is_parallel:
             self._slow.note(requests)
-        self._begin_decoding([piece.request for piece in along])
+        self._begin_decoding([piece.request for piece in pieces])
         self._ended = ended
 
-    def _runs_ahead(self, flight: Flight) -> bool:
+    def _runs_ahead(self, flight: StepInFlight) -> bool:
         """Whether the next forward is known now: all texts get one token in this step and the next,
         and nobody's prompt is to be read with it.
         """
-        pace, now = flight.pace, flight.num_drafted
-        stays_plain = pace is not None and pace.stays_plain(len(flight.batch))
+        policy, now = flight.policy, flight.num_drafted
+        stays_plain = policy is not None and policy.stays_plain(len(flight.batch))
         most = max(0, now, 0 if stays_plain else self.config.num_draft_tokens)
         drafts_nothing = stays_plain and now == PLAIN
         may_launch = not self._is_parallel and self._target.launches_at_once
-        if not may_launch or self._flights or self._slow:
+        if not may_launch or self._in_flight or self._slow:
             return False
         if not drafts_nothing and self._proposer.may_draft(most):
             return False

@@ -1,4 +1,4 @@
-"""Who gets a slot next: requests whose grammars are there, as long as there is room for them."""
+"""Admission: requests whose grammars are compiled get slots while the KV cache has capacity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PATIENCE = 0.05  # seconds until somebody may have cancelled
 class Intake:
     """Admits requests to an engine's scheduler.
 
-    model: which has to have room. longest_draft: tokens behind a text at most. is_parallel: whether
-        several processes run it, which have to agree on who is admitted when.
+    model: whose KV cache must have capacity. longest_draft: draft tokens of a text at most.
+    is_parallel: whether several processes run it, which must admit the same requests at the
+    same step.
     """
 
     def __init__(

@@ -171,15 +171,15 @@ class LLM(Homebound):
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
-        """Answer one conversation; ``messages.append(output.message)`` goes on with it.
+        """Reply to one conversation; ``messages.append(output.message)`` continues it.
 
         tools: OpenAI's dicts, typed functions with docstrings, or pydantic model classes. The chat
             template shows them to the model, and the grammar is its family's own form of calls.
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's, or a GrammarSpec. The answer matches it, behind reasoning that
-            the prompt opens.
+        response_format: OpenAI's, or a GrammarSpec. The reply matches it, after any reasoning that
+        the prompt opens.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
@@ -333,13 +333,13 @@ class LLM(Homebound):
     def choose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:
-        """How likely each choice is behind the prompt: a ``ChoiceOutput``, a list for a list.
+        """The probability of each choice after the prompt: a ``ChoiceOutput``, a list for a list.
 
         choices: distinct strings in a list or a Literal, or an Enum class with strings as values.
         paths: "all" gives the probability with which a text that is sampled at temperature 1, with
-            the choices as its grammar and no other setting, is this choice: the sum over every way
-            to write it in tokens. "canonical" counts one way alone, the tokenizer's own, and at
-            each token shares out what the model gives to those of the choices.
+            the choices as its grammar and no other setting, is this choice: the sum over all
+            tokenizations of it. "canonical" counts the tokenizer's own tokenization alone, and at
+            each token renormalizes over the tokens of the choices.
 
         The prompt is read once, and the texts only as far as more than one choice begins with them.
 
@@ -375,7 +375,7 @@ class LLM(Homebound):
         The two must not generate at the same time: a model runs in one thread.
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
-        settings["max_model_len"] = self.max_model_len  # though the memory has less room by now
+        settings["max_model_len"] = self.max_model_len  # although less memory is free by now
         draft = self._draft if draft is None else draft
         settings |= changes
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
@@ -482,7 +482,7 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
     """The ``n`` requests of one prompt."""
     samples = [Request(first, vocabulary, report)]
     for index in range(1, first.params.n):
-        # Samples differ by their seed; the first one is what n=1 would have given.
+        # Samples differ by their seed; the first one equals the sample of n=1.
         job = first._replace(seed=sample_seed(first.seed, index), sample_index=index)
         if first.pending is not None:
             pending = first.pending.share()

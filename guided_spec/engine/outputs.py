@@ -35,10 +35,10 @@ class RequestStats:
     reasoning, reasoning_accepted: those that stood before the marker of ``GrammarSpec.after``, as
         reasoning does, where the grammar does not bind yet.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
-    steered: output tokens chosen where the mask lacked tokens behind which the text could no longer
-        have ended within its budget, see ``SamplingParams.complete``.
-    ends_lost: 1 where no way to end the text within its budget was known any more, so that it may
-        be cut off. The grammar holds all the same.
+    steered: output tokens chosen where the mask lacked tokens after which the text could not have
+    ended within its budget, see ``SamplingParams.complete``.
+    ends_lost: 1 where no ending of the text within its budget was known any more, so that it may
+    be cut off. The grammar holds all the same.
     tabled: output tokens that a grammar's table judged: no matcher was asked for their masks, see
         ``EngineConfig.grammar_tables``.
     device_steps: of the steps, those whose masks a device took from the table itself, see
@@ -46,7 +46,7 @@ class RequestStats:
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
-    seed: the seed that was used, given or drawn.
+    seed: the seed that was used, the request's own or a random one.
     """
 
     prompt_tokens: int = 0
@@ -134,15 +134,15 @@ FinishReason = Literal["stop", "length", "error"]
 class Completion(NamedTuple):
     """One finished sample.
 
-    text: without the end-of-text token and without the stop string; behind the prompt's text if the
-        request asked for its echo.
+    text: without the end-of-text token and without the stop string; after the prompt's text if the
+    request asked for its echo.
     token_ids: every token generated, the one that ended the text included.
     finish_reason: "stop" (the model ended the text, or the grammar left nothing else, or a stop
         string or token came), "length" (max_tokens or the context was reached, or the text was
         steered to its end before), or "error", with ``error`` set.
     logprobs: in step with ``token_ids``; None if the request did not ask.
-    is_complete: whether the answer is a whole text of the grammar, whatever ended it; of free text,
-        whether the model ended it.
+    is_complete: whether ``answer`` is a whole text of the grammar, whatever ended it; of free text,
+    whether the model ended it.
     answer: the part of ``text`` that the grammar is about: without an echo, and without what stands
         before the marker of ``GrammarSpec.after``. "" where that was not reached.
     grammar: of the request.
@@ -162,7 +162,7 @@ class Completion(NamedTuple):
 
     @property
     def parsed(self) -> Any:
-        """The value of a complete answer under a JSON grammar, else None.
+        """The value of ``answer`` if it is complete and its grammar is JSON, else None.
 
         An instance of the type that the grammar came from, plain JSON where it came from none.
         Raises pydantic.ValidationError where the type asks for more than its JSON schema says.
@@ -205,12 +205,12 @@ class RequestOutput(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is a whole text of the grammar, whatever ended it."""
+        """Whether the text is a whole text of the grammar, see ``Completion.is_complete``."""
         return self.completions[0].is_complete
 
     @property
     def parsed(self) -> Any:
-        """The value of a complete answer under a JSON grammar, see ``Completion.parsed``."""
+        """The value of a complete text under a JSON grammar, see ``Completion.parsed``."""
         return self.completions[0].parsed
 
     @property
@@ -230,7 +230,7 @@ class Chunk(NamedTuple):
     completion is set on a sample's last chunk and holds the whole of it.
     logprobs: of the tokens that were committed since the last chunk, () if the request did not ask.
         Their text may still be held back, as the beginning of a stop string or of a character.
-    answer: all of the answer so far, see ``Completion``. grammar: of the request.
+    answer: all of it so far, see ``Completion``. grammar: of the request.
     token_ids: the tokens that were committed since the last chunk.
     steps: of the trace, those since the last chunk; () if the call did not ask for one.
     """
@@ -382,7 +382,7 @@ class LoopMail:
             box = self._boxes.setdefault(loop, deque())
             box.append(function)
             if len(box) > 1:
-                return  # it is on its way
+                return  # the loop is already woken
             try:
                 loop.call_soon_threadsafe(self._empty, box)
             except RuntimeError:  # it is closed

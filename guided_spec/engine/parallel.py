@@ -40,7 +40,7 @@ def agree_on_least(number: int, model: PreTrainedModel) -> int:
 
 
 class SeedSource:
-    """Draws a seed for requests that bring none: at random, but alike in parallel processes."""
+    """Draws random seeds for requests without one, the same in all parallel processes."""
 
     def __init__(self, model: Any) -> None:
         self._random = random.Random(0) if is_parallel(model) else random.SystemRandom()

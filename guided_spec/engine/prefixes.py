@@ -1,4 +1,4 @@
-"""What requests take of each other's prompts, so that these are read once."""
+"""Sharing of prompts between requests, so that each is read once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from guided_spec.models.packed.blocks import BLOCK
 
 
 class Prefixes:
-    """Requests of one prompt take it from the first of them; others what the prefix cache has.
+    """Copies prompts between requests of the same prompt, and prefixes from the prefix cache.
 
     layers: hidden states that the proposer reads. uses_cache: as configured.
 
@@ -30,7 +30,7 @@ class Prefixes:
         uses_cache: bool,
     ) -> None:
         self._scheduler, self._model, self._target = scheduler, model, target
-        # A head reads the hidden states of every token, but for what it keeps beside the target.
+        # A head needs every token's hidden states, unless blocks hold its own state too (``lag``).
         blocks = model.blocks if model.shares_prefixes else None
         self.takes = uses_cache and blocks is not None and (not layers or blocks.lag > 0)
         # Keys and values of the prompt stay where they are, a linear state and the hidden states
@@ -42,8 +42,8 @@ class Prefixes:
 
         reads: tokens that requests have read once what runs now has ended, by their numbers.
 
-        False where another one is about to leave what it goes on with: it looks again in the next
-        step, or prompts that begin alike and come together would be read once each.
+        False where another request is about to leave tokens that it can use: it looks again in the
+        next step. Else prompts that share a prefix and come together would be read once each.
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
@@ -61,10 +61,10 @@ class Prefixes:
             self._model.remember(request.text.slot, request.text.tokens, length)
 
     def is_awaited(self, request: Request) -> bool:
-        """Whether another one takes its prompt once that is read."""
+        """Whether another request takes this one's prompt once it is read."""
         return request.can_be_taken and any(
             other.num_cached == 0 and other.has_prompt_of(request)
-            for other in self._scheduler.alike(request)
+            for other in self._scheduler.sharing_prompt(request)
             if other is not request and other.state is State.PREFILL
         )
 
@@ -72,7 +72,7 @@ class Prefixes:
         """Whether the request takes its prompt from another one, now or once that is read."""
         if request.num_cached > 0:
             return False
-        for other in self._scheduler.alike(request):
+        for other in self._scheduler.sharing_prompt(request):
             if other is request or other.is_begun or not request.has_prompt_of(other):
                 continue
             if (
@@ -87,14 +87,14 @@ class Prefixes:
         return False
 
     def hand_on(self, source: Request) -> None:
-        """Give a prompt that was just read to the requests that wait for it."""
-        for request in self._scheduler.alike(source) if source.can_be_taken else ():
+        """Copy a prompt that was just read to the requests that wait for it."""
+        for request in self._scheduler.sharing_prompt(source) if source.can_be_taken else ():
             is_waiting = request.state is State.PREFILL and request.num_cached == 0
             if is_waiting and request.has_prompt_of(source):
                 self._share(source, request)
 
     def _share(self, source: Request, request: Request) -> bool:
-        """Give a prompt on; False where there is no room: the request then reads it in its turn."""
+        """Copy a prompt; False where memory is short: the request then reads it itself."""
         length = source.text.prompt_length - 1
         if not self._model.can_copy(length):
             return False
@@ -104,22 +104,22 @@ class Prefixes:
         return True
 
     def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
-        """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
+        """Whether a text that has only begun holds or now reads ``length`` tokens of the prompt.
 
-        A head reads what the target has read once its text decodes, or a step later, so until then
-        a block may be there that is not given to others yet.
+        A head reads what the target has read once its text decodes, or a step later. Until then a
+        block may exist that is not shared yet.
         """
         return length < len(request.text.tokens) and any(
             (other.state is State.PREFILL or other.stats.steps <= 1)
             and other.state in (State.PREFILL, State.DECODE)
             and max(other.num_cached, reads.get(other.number, 0)) >= length
-            and _begin_alike(request.text, other.text, length)
+            and _begin_with_shared_prefix(request.text, other.text, length)
             for other in self._scheduler.running()
         )
 
 
-def _begin_alike(text: GuidedText, other: GuidedText, length: int) -> bool:
-    """Whether texts that may share have the same first tokens."""
+def _begin_with_shared_prefix(text: GuidedText, other: GuidedText, length: int) -> bool:
+    """Whether two texts may share and have the same first ``length`` tokens."""
     if other.params.cache_salt != text.params.cache_salt:
         return False
     last = slice(length - BLOCK, length)  # where prompts that differ do so most often

@@ -1,8 +1,8 @@
-"""An LLM in a process of its own, for who serves many clients beside it.
+"""An LLM in a process of its own, next to a server of many clients.
 
-An interpreter runs one thread at a time: what a server does for its clients is time that the engine
-would wait for. Messages go through a pipe, by a thread at each end, and what comes together goes
-together.
+An interpreter runs one thread at a time: in the server's process the engine would wait while the
+server works for its clients. Messages go through a pipe, with a thread at each end; those that
+arrive together are sent together.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Cancelled(NamedTuple):
 
 
 class _Reported(NamedTuple):
-    """chunk: without what the other side knows: the grammar, and the answer but for its length."""
+    """chunk: without what the other side knows: the grammar, and the answer except its length."""
 
     number: int
     chunk: Chunk
@@ -170,7 +170,7 @@ class EngineProcess(Homebound):
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
-        """``LLM.astream``."""
+        """Yield every chunk of every sample as it arrives, see ``LLM.astream``."""
         self.home.require()
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
@@ -197,7 +197,7 @@ class EngineProcess(Homebound):
 
 
 class _Outbox:
-    """Sends what it is given, in that order, from a thread of its own: a pipe may be full."""
+    """Sends messages in order from a thread of its own, since a pipe may be full."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -237,7 +237,7 @@ class _Submission:
         sample = (chunk.prompt_index, chunk.sample_index)
         if completion is None:
             text = self._texts[sample] = self._texts.get(sample, "") + chunk.text
-            answer = text[len(text) - answer_length :]  # it is all behind its beginning
+            answer = text[len(text) - answer_length :]  # a suffix of the text
         else:
             completion = completion._replace(grammar=grammar)
             answer = completion.answer
@@ -391,13 +391,13 @@ def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
 
 
 def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
-    """Load the model and answer."""
+    """Load the model and serve requests."""
     try:
         with LLM(**start.arguments) as llm, frozen_heap():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
             outgoing.put(_Ready(*known))
             with contextlib.suppress(EOFError, OSError):
-                _answer(llm, connection, outgoing)
+                _serve(llm, connection, outgoing)
     except GuidedSpecError as error:
         outgoing.put(_Failed(0, error))
     except Exception as error:
@@ -407,11 +407,11 @@ def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any
         outgoing.put(None)
 
 
-def _answer(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
-    """Up to None, or the parent's end."""
+def _serve(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Serve requests until None arrives or the parent ends."""
     is_over, samples = threading.Event(), dict[int, list[Request | None]]()
-    teller = threading.Thread(target=_tell_load, args=(llm, outgoing, is_over), daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=_report_load, args=(llm, outgoing, is_over), daemon=True)
+    reporter.start()
     try:
         while (message := connection.recv()) is not None:
             if isinstance(message, _Cancelled):
@@ -429,7 +429,7 @@ def _answer(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) 
                 outgoing.put(_Failed(message.number, error))
     finally:
         is_over.set()
-        teller.join()
+        reporter.join()
 
 
 def _runs(sample: Request | None) -> bool:
@@ -437,7 +437,7 @@ def _runs(sample: Request | None) -> bool:
 
 
 def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None:
-    """From the engine's thread. What may be long, and is known on the other side, is not sent."""
+    """Send a chunk from the engine's thread, without long parts that the other side knows."""
     completion = chunk.completion
     if completion is not None:
         completion = completion._replace(grammar=None)
@@ -445,8 +445,8 @@ def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None
     outgoing.put(_Reported(number, small, len(chunk.answer)))
 
 
-def _tell_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:
-    """Whenever it has changed."""
+def _report_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:
+    """Send the load whenever it has changed."""
     last = llm.load
     while not is_over.wait(_LOAD_SECONDS):
         load = llm.load

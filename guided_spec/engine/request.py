@@ -1,4 +1,4 @@
-"""One sample on its way through the engine, and its text as it grows by whole characters."""
+"""One sample in the engine, and its text, which grows by whole characters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StopStrings:
         return max(len(string) for string in self._strings if end.endswith(string))
 
     def _is_begun(self, text: str) -> bool:
-        at = bisect_left(self._strings, text)  # those that begin with it follow it
+        at = bisect_left(self._strings, text)  # strings that begin with it sort right after it
         return at < len(self._strings) and self._strings[at].startswith(text)
 
 
@@ -179,10 +179,10 @@ class Job(NamedTuple):
     prompt_ids: at least one token. max_length: prompt and output tokens at most.
     seed: of this sample. grammar: the grammar being compiled, None for free text.
     endings: how texts of grammars end, to end this one in time; None never does.
-    prompt_index, sample_index: the request's place in the caller's list.
+    prompt_index, sample_index: the request's index in the caller's list.
     echo: what the text begins with.
     bad_words: the token sequences that ``params.bad_words`` stand for.
-    marker: behind which the grammar binds; None where it binds at once.
+    marker: after which the grammar binds; None where it binds at once.
     scoring: None where it writes.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
@@ -245,7 +245,7 @@ class Request:
         self.scores: list[dict[int, list[float]]] = []
         self._report = report
         self._output = OutputText(vocabulary, job.params.stop, job.echo)
-        # Where the answer begins in the text; behind a marker that is not known yet.
+        # Where the constrained part begins in the text; None until the marker is complete.
         self._answer_at: int | None = len(job.echo) if job.marker is None else None
         self._marker_state = 0
         self.trace = job.traced and TraceRecorder(job.traced, job.params, vocabulary, job.marker)
@@ -257,7 +257,7 @@ class Request:
 
     @property
     def after_prompt(self) -> State:
-        """The state behind ``PREFILL``."""
+        """The state that follows ``PREFILL``."""
         return State.DECODE if self.job.scoring is None else State.SCORE
 
     @property
@@ -272,7 +272,7 @@ class Request:
 
     @property
     def is_new(self) -> bool:
-        """Whether there is nothing behind its prompt."""
+        """Whether nothing is generated yet."""
         return len(self.text.tokens) == self.text.prompt_length
 
     @property
@@ -284,13 +284,13 @@ class Request:
         """Whether the two prompts are the same, and others may share theirs with this one."""
         if self.prompt_hash != other.prompt_hash or not self.is_new:
             return False
-        is_alike = self.job.prompt_ids == other.job.prompt_ids
-        return is_alike and self.job.params.cache_salt == other.job.params.cache_salt
+        has_same_ids = self.job.prompt_ids == other.job.prompt_ids
+        return has_same_ids and self.job.params.cache_salt == other.job.params.cache_salt
 
     def num_before_marker(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens that may come next stand before the answer, the marker included.
+        """How many of the tokens that may come next belong to reasoning, the marker included.
 
-        0 for a text that has no marker, or is behind it.
+        0 for a text that has no marker, or is past it.
         """
         marker, state = self.job.marker, self._marker_state
         if marker is None or self._answer_at is not None:
@@ -339,8 +339,8 @@ class Request:
         if self.on_cancel is not None and self.state is not State.FINISHED:
             self.on_cancel(self)
 
-    def tell_cancelled(self, on_cancel: Callable[[Request], None]) -> None:
-        """Call it when the request is cancelled; now, if it has been."""
+    def report_cancelled(self, on_cancel: Callable[[Request], None]) -> None:
+        """Call ``on_cancel`` when the request is cancelled; at once if it already is."""
         self.on_cancel = on_cancel
         if self.is_cancelled:
             self.cancel()
@@ -398,7 +398,7 @@ class Request:
                 self.stats,
                 logprobs,
                 is_complete,
-                self._answer(),
+                self._constrained_text(),
                 params.grammar,
                 self._trace(reason),
             )
@@ -438,7 +438,7 @@ class Request:
             self._answer_at = self._output.length
         self._marker_state = state or 0
 
-    def _answer(self) -> str:
+    def _constrained_text(self) -> str:
         return "" if self._answer_at is None else self._output.text[self._answer_at :]
 
     def _send(self, completion: Completion | None) -> None:
@@ -454,7 +454,7 @@ class Request:
             self._sent_logprobs += len(logprobs)
             self._sent_tokens += len(token_ids)
             self._sent_steps += len(steps)
-            answer = self._answer() if completion is None else completion.answer
+            answer = self._constrained_text() if completion is None else completion.answer
             place = (job.prompt_index, job.sample_index)
             grammar = job.params.grammar
             tokens = (token_ids, steps)

@@ -72,14 +72,14 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def running(self, state: State | None = None) -> list[Request]:
-        """The requests that hold a slot, by slot; only those in ``state`` if one is given."""
+        """The requests that hold a slot, by slot; only those in ``state`` unless it is None."""
         requests = list(self._running.values())
         return requests if state is None else [r for r in requests if r.state is state]
 
     def ready(self) -> list[Request]:
         """Waiting requests whose grammar is done, at most as many as there are free slots.
 
-        A request whose grammar is still being compiled is overtaken by those behind it.
+        A request whose grammar is still being compiled is overtaken by later ones.
         """
         return self.coming(len(self._free))
 
@@ -95,11 +95,11 @@ class Scheduler:
         return list(islice(done, most))
 
     def restrict(self, requests: Container[Request] | None) -> None:
-        """From here on nobody else is ready; None: nobody is kept back."""
+        """Keep back all requests but these from now on; None: keep back none."""
         self._admitted = requests
 
-    def alike(self, request: Request) -> list[Request]:
-        """The requests that hold a slot and may have the request's prompt, by slot; itself too."""
+    def sharing_prompt(self, request: Request) -> list[Request]:
+        """The requests in slots that may have the same prompt (equal hash), by slot; itself too."""
         found = self._by_prompt.get(request.prompt_hash, {})
         return [found[slot] for slot in sorted(found)]
 
@@ -118,20 +118,20 @@ class Scheduler:
         request.text.slot, request.state = -1, State.WAITING
         self._waiting = {request: None, **self._waiting}
 
-    def remove_finished(self, flying: Container[Request] = ()) -> list[int]:
-        """Take out those that have ended and hold a slot; returns the slots that became free.
+    def remove_finished(self, in_flight: Container[Request] = ()) -> list[int]:
+        """Remove requests that have ended and hold a slot; returns the slots that became free.
 
-        flying: who keeps its slot, since what was launched still writes there.
+        in_flight: requests that keep their slots, since a launched step still writes there.
         """
         running = self._running.values()
-        ended = [r for r in running if r.state is State.FINISHED and r not in flying]
+        ended = [r for r in running if r.state is State.FINISHED and r not in in_flight]
         for request in ended:
             self._take_slot(request)
         return [request.text.slot for request in ended]
 
     def _take_slot(self, request: Request) -> None:
-        slot, alike = request.text.slot, self._by_prompt[request.prompt_hash]
-        del self._running[slot], alike[slot]
-        if not alike:
+        slot, sharing = request.text.slot, self._by_prompt[request.prompt_hash]
+        del self._running[slot], sharing[slot]
+        if not sharing:
             del self._by_prompt[request.prompt_hash]
         self._free.append(slot)

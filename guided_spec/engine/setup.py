@@ -30,7 +30,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.target.prompts import ALONG
+from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
@@ -56,10 +56,10 @@ from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
 # left to a draft model, which keeps as many tokens as the target does.
-CUDA_SHARE, SHARE_BESIDE_A_MODEL = 0.7, 0.5
+CUDA_SHARE, SHARE_WITH_DRAFT_MODEL = 0.7, 0.5
 LEAST_REST = 6 * 2**30  # bytes; or half of what there is
 
-LEAST_CONTEXT = 4096  # before slots are given up for longer texts
+LEAST_CONTEXT = 4096  # tokens; below that, longer texts are preferred to more slots
 STEP = 256  # tokens that a context which memory limits is a multiple of
 
 _FOR_MEMORY = (
@@ -67,7 +67,7 @@ _FOR_MEMORY = (
     "max_model_len for longer ones (there are fewer slots then, and requests queue), a smaller "
     "max_batch_size, or more kv_memory_bytes"
 )
-_FOR_ROPE = "behind that its rotary embedding depends on the longest text of a batch"
+_FOR_ROPE = "after that its rotary embedding depends on the longest text of a batch"
 
 logger = logging.getLogger(__name__)
 
@@ -113,24 +113,24 @@ def plan_slots(
     state_bytes: int | None = None,
     has_draft_model: bool = False,
 ) -> SlotPlan:
-    """Room for ``config.max_batch_size`` texts, as far as the memory budget goes.
+    """Slots for ``config.max_batch_size`` texts, as far as the memory budget goes.
 
     shares_blocks: texts take blocks as they grow, and wait for each other where there are too few.
     Then each may be as long as the model's own context, or all blocks. state_bytes: that a slot
     takes besides; None: what it takes by the stock modules. has_draft_model: a model of its own
     drafts, and keeps the same texts.
 
-    Else every text has a slot. With ``max_model_len`` given, there are fewer slots where the budget
-    holds fewer. With None, a text may be as long as the model's own context. Where the budget has
-    no room for that in every slot, it may be as long as fits, and a warning says so. Below 4096
-    tokens it does not go for that: there are fewer slots instead.
+    Else every text has a slot. With a ``max_model_len``, there are fewer slots where the budget
+    holds fewer. With None, a text may be as long as the model's own context. Where the budget does
+    not hold that in every slot, it may be as long as fits, and a warning says so. It does not go
+    below 4096 tokens for that: there are fewer slots instead.
 
     Raises ConfigError when not even one text fits, and for more tokens than the model takes.
     """
     probe = SlotLM(model, num_slots=1, max_length=1)
     budget = config.kv_memory_bytes
     if budget is None:
-        share = SHARE_BESIDE_A_MODEL if has_draft_model else CUDA_SHARE
+        share = SHARE_WITH_DRAFT_MODEL if has_draft_model else CUDA_SHARE
         budget = agree_on_least(_default_budget(torch.device(model.device), share), model)
     state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
     memory = _Memory(budget, probe.kv_bytes_per_token, state)
@@ -161,7 +161,7 @@ def plan_slots(
 def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
     form, longest = None, 1 + config.longest_draft
-    # On other devices, or with a given budget, nobody has to know: a draft may be on the hub.
+    # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
     has_draft_model = is_asked and _is_model(draft, model)
     plan_texts = partial(plan_slots, model, has_draft_model=has_draft_model)
@@ -251,7 +251,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> Options:
-        """Sort keyword arguments into their places.
+        """Sort keyword arguments into options.
 
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
@@ -311,7 +311,7 @@ class Setup:
         engine = Engine(target, drafter, config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
-        engine.set_pace()
+        engine.set_draft_lengths()
         drafts = f"{name} ({drafter.runs_as})" if drafter.runs_as else name
         logger.info("%s; drafts: %s", _describe(engine), drafts)
         return cls(
@@ -333,8 +333,8 @@ _LEAST_GRAPH = 1024
 
 
 def _largest_graph(config: EngineConfig) -> int:
-    """Tokens of the longest graph: drafts of all texts, and pieces of prompts beside them."""
-    most = config.max_batch_size * (config.num_draft_tokens + 1) + ALONG
+    """Tokens of the longest graph: drafts of all texts, and prompt pieces in the same forward."""
+    most = config.max_batch_size * (config.num_draft_tokens + 1) + MIN_PROMPT_TOKENS
     return min(bucket(max(most, _LEAST_GRAPH)), SIZES[-1])
 
 
@@ -482,7 +482,7 @@ def _compile_kernels(engine: Engine) -> None:
     from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
 
     with compiling_ahead():
-        # The largest first: all others are compiled beside them.
+        # The largest first: all others are compiled meanwhile.
         launch_all(decisions_of(engine))
         with engine.compiling():
             for _ in engine.capture():

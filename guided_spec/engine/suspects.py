@@ -70,7 +70,7 @@ class Suspects:
         return bool(self._groups) and not any(suspect.is_open for suspect in self._groups[0])
 
     def next_group(self) -> list[Request]:
-        """Begin with the next group; returns who has passed and makes room for it."""
+        """Begin with the next group; returns the requests that passed and give up their slots."""
         passed = [suspect.request for suspect in self._groups.popleft()]
         self._restrict()
         if not self._groups:

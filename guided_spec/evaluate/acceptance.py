@@ -1,7 +1,7 @@
 """How long drafts are accepted: by source of the prompts, with and without their grammars.
 
-Beside a trained head stands the same one untrained: what is left of the acceptance is not the
-training's. And a server of vLLM, by the counters that it keeps of its drafts.
+A trained head is compared with the same head untrained: the acceptance that this one has is not
+due to training. A server of vLLM is measured by the counters that it keeps of its drafts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 class Acceptance(NamedTuple):
     """What one proposer did on the prompts of one source; its seconds are not those of the group.
 
-    grammars: whether each answer had to match its grammar; without, none had one.
+    grammars: whether each text had to match its grammar; if not, none had one.
     """
 
     source: str
@@ -91,7 +91,7 @@ def read_asked(
 def measure_acceptance(
     llm: LLM, asked: Sequence[Asked], params: SamplingParams, *, name: str | None = None
 ) -> list[Acceptance]:
-    """Answer every prompt under its grammar and, where it has one, without; ``llm`` is closed.
+    """Run every prompt under its grammar and, where it has one, without; ``llm`` is closed.
 
     One of each source with grammars, one without; prompts that never had any are among the latter.
     name: of the measurements; by default the proposer's.
@@ -119,7 +119,7 @@ def _both(asked: Sequence[Asked]) -> list[Asked]:
 
 
 def _groups(both: Sequence[Asked]) -> dict[_Group, list[int]]:
-    """Which of ``both`` belong together, by their places."""
+    """Which of ``both`` belong together, by their indices."""
     groups: dict[_Group, list[int]] = {}
     for at, (source, item) in enumerate(both):
         groups.setdefault(_Group(source, item.grammar is not None), []).append(at)
@@ -150,14 +150,14 @@ def write_untrained(draft: str | None, target: PreTrainedModel, folder: Path) ->
     return save_head(head, folder, layout=head_layouts(head)[0], target=target)
 
 
-COUNTERS = {  # of vLLM's /metrics, each with _total behind it
+COUNTERS = {  # of vLLM's /metrics, each with the suffix _total
     "tokens": "vllm:generation_tokens",
     "drafts": "vllm:spec_decode_num_drafts",
     "drafted": "vllm:spec_decode_num_draft_tokens",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
     "at": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-LATE = 5.0  # seconds that counters may come behind the answers
+LATE = 5.0  # seconds by which counters may lag behind the responses
 _LINE = re.compile(r"(?P<name>[^\s{]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -215,9 +215,9 @@ def measure_server(
 
     By its counters, which know no requests: it has to serve nobody else meanwhile. ``drafted_at``
     are its drafts, each of which it counts at every position, whatever their lengths. What it
-    accepts behind the end of an answer is counted too. forwards: tokens that were not accepted.
+    accepts after the end of a text is counted too. forwards: tokens that were not accepted.
 
-    Raises ConfigError where the counters tell of other tokens than these requests'.
+    Raises ConfigError where the counters include other tokens than these requests'.
     """
     both = _both(asked)
     results = []

@@ -45,7 +45,7 @@ REQUEST_KEYS = ("prompt", "messages", "answer", *GRAMMAR_KEYS, *NOTE_KEYS)
 
 
 class WorkItem(NamedTuple):
-    """One request: a prompt (text or chat messages), its grammar, and the right answer if known."""
+    """One request: a prompt (text or chat messages), its grammar, and ``answer``: the right one."""
 
     prompt: Any
     grammar: GrammarSpec | None
@@ -163,7 +163,7 @@ def valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) ->
 def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
     """Whether ``text`` satisfies the spec; kinds without an independent judge pass.
 
-    Of a spec with a start the part behind the marker is judged; all of a text without the marker,
+    Of a spec with a start the part after the marker is judged; all of a text without the marker,
     which the prompt held then. A marker of token ids is not seen in a text: it passes.
     """
     if grammar is None:
@@ -271,8 +271,8 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     """Measure transformers (if asked), ``none`` and every proposer on the same weights.
 
     ``llm`` is closed: each measurement has an engine of its own, which drafts in every step.
-    ``report`` is told the name of each before it starts. Grammars are compiled before the clock
-    starts. The texts of ``none`` are what the others' are compared with.
+    ``report`` is called with the name of each before it starts. Grammars are compiled before the
+    clock starts. The texts of ``none`` are what the others' are compared with.
     """
     llm.close()  # its thread would share the cores with those that are measured
     return [
@@ -310,7 +310,7 @@ class Timed(NamedTuple):
 
 
 def run_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> Timed:
-    """``time_items`` behind as many requests as decode together, which closes ``llm``."""
+    """``time_items`` after a warm-up of as many requests as decode together; closes ``llm``."""
     with llm:
         rehearse(llm, items, params, max(WARM_UP, llm.config.max_batch_size))
         return time_items(llm, items, params)

@@ -76,7 +76,7 @@ def require_matplotlib(argument: str, value: str) -> None:
 
 
 def write_figure(figure: Figure, path: Path, suffix: str = ".svg") -> Path:
-    """Write the figure to ``path``, as JSON, and its plot beside it; returns where that is.
+    """Write the figure to ``path``, as JSON, and its plot next to it; returns the plot's path.
 
     suffix: of the plot, and so its format.
     """
@@ -185,7 +185,7 @@ def draw_all(
 ) -> list[Path]:
     """Write ``figures`` by their names to ``folder``; returns where they are.
 
-    Beside each lies its figure as JSON, from which ``draw`` makes it again. Raises ConfigError,
+    Next to each is its figure as JSON, from which ``draw`` makes it again. Raises ConfigError,
     naming the option, where the folder cannot be made, and where matplotlib is missing.
     """
     try:

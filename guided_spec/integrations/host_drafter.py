@@ -19,7 +19,7 @@ from guided_spec.proposers import build_proposer
 from guided_spec.types import SamplingParams
 
 PROPOSER = "chain:grammar_forced+ngram"
-CHECKED = 8  # tokens at the end of a text that tell whether it is still the same
+CHECKED = 8  # tokens at the end of a text that are compared to see whether it is still the same
 _CPU = torch.device("cpu")
 
 
@@ -56,13 +56,13 @@ class HostTexts:
         self._texts: dict[Hashable, HostText] = {}
         self._new_slots = itertools.count()
 
-    def follow(
+    def update(
         self, name: Hashable, length: int, read: Callable[[int, int], list[int]]
     ) -> HostText:
-        """The text of a request, ``length`` tokens long by now.
+        """Read the new tokens of a request's text, now ``length`` tokens long, and return it.
 
-        read: gives its tokens from one place to another. A text that does not end any more as it
-        did is read anew, and gets another slot.
+        read: returns its tokens from one position to another. A text that no longer ends as it did
+        is read again from its beginning, and gets another slot.
         """
         text, known = self._texts.get(name), 0
         if text is not None:
@@ -73,9 +73,9 @@ class HostTexts:
         return self.write(name, known, read(known, length) if known < length else ())
 
     def write(self, name: Hashable, start: int | None, token_ids: Sequence[int]) -> HostText:
-        """Put tokens behind the first ``start`` of a request's text, None: behind all of them.
+        """Put tokens after the first ``start`` of a request's text, None: after all of them.
 
-        A text that held more gets another slot: what is kept of a slot is of a text that grows.
+        A text that held more gets another slot, since the state of a slot assumes a growing text.
         """
         text = self._texts.get(name)
         if text is None or (start is not None and start < len(text.token_ids)):
@@ -148,7 +148,7 @@ class HostDrafter:
         return drafts
 
     def extend(self, batch: DecodeBatch, lookahead: Lookahead) -> None:
-        """Draft behind what ``lookahead`` holds of each request of a batch, in its order.
+        """Draft after the tokens that ``lookahead`` holds of each request of a batch, in its order.
 
         A step may do so several times with one batch.
         """

@@ -110,7 +110,7 @@ def find(patch: Patch, feature: str) -> Target:
 
 
 def replace(target: Target) -> None:
-    """Put the wrapper around the function; whoever imported it by name gets it too."""
+    """Put the wrapper around the function, also in modules that imported it by name."""
     assert target.patch.wrap is not None
     wrapped = target.patch.wrap(target.function)
     around = getattr(target.function, _MARK, ())

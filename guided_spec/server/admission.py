@@ -18,7 +18,7 @@ _RESERVED = 8  # one of so many slots is kept for the first sample of a request
 
 
 class Admission:
-    """Refuses requests for which there is no room; those that wait take some too.
+    """Refuses requests beyond the capacity; waiting requests count too.
 
     num_slots: samples that run at once. max_queue: samples that may wait besides.
     """
@@ -36,9 +36,9 @@ class Admission:
 
     @contextmanager
     def hold(self, num_samples: int) -> Iterator[None]:
-        """Hold room for a request. Raises ApiError, 429, where there is none.
+        """Hold capacity for a request. Raises ApiError, 429, where there is none.
 
-        A request of more samples than there is room at all is served while nothing else is.
+        A request of more samples than the whole capacity is served while nothing else is.
         """
         if self._taken and self._taken + num_samples > self._capacity:
             seconds = self.seconds_to_wait()
@@ -63,7 +63,7 @@ class Admission:
                 self._mean_seconds += _SHARE_OF_LAST * (taken - self._mean_seconds)
 
     def seconds_to_wait(self) -> int:
-        """When there may be room again, by how long the last requests took; at least 1."""
+        """Seconds until capacity may be free, estimated from the last requests; at least 1."""
         rounds = self._taken / self._num_slots
         return max(1, min(_LONGEST_WAIT, math.ceil(rounds * self._mean_seconds)))
 

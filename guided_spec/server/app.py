@@ -31,8 +31,8 @@ from guided_spec.server.endpoints.bodies import (
     ResponsesBody,
     TokenizeBody,
 )
-from guided_spec.server.endpoints.chat import ChatAnswer
-from guided_spec.server.endpoints.completions import CompletionAnswer
+from guided_spec.server.endpoints.chat import ChatHandler
+from guided_spec.server.endpoints.completions import CompletionHandler
 from guided_spec.server.endpoints.reading import BodyRoute
 from guided_spec.server.endpoints.replies import (
     ChatReply,
@@ -42,7 +42,7 @@ from guided_spec.server.endpoints.replies import (
     ResponseReply,
     TokenizeReply,
 )
-from guided_spec.server.endpoints.responses import ResponseAnswer
+from guided_spec.server.endpoints.responses import ResponseHandler
 from guided_spec.server.endpoints.tokens import tokenized
 from guided_spec.server.faults import add_handlers, json_response
 from guided_spec.server.middleware import (
@@ -53,11 +53,11 @@ from guided_spec.server.middleware import (
     TracedRequests,
 )
 from guided_spec.server.service import ServedModel, ServerSettings, Service
-from guided_spec.server.streaming import open_stream, whole_answer
+from guided_spec.server.streaming import open_stream, whole_reply
 from guided_spec.trace.page import asset, legend
 
 _DONE = b"data: [DONE]\n\n"
-_LAST_SECONDS = 5.0  # to tell clients that their requests are cut off
+_LAST_SECONDS = 5.0  # to report to clients that their requests are cut off
 _MOST_TOKENS = 256  # what the playground's form says at first
 _KEY = """<p class="field"><label for="key">API key</label>
 <input id="key" type="password" autocomplete="off" required></p>"""
@@ -131,7 +131,7 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        _ = llm.load  # raises where a server's worker was forked behind the model's start
+        _ = llm.load  # raises where a server's worker was forked after the model's start
         yield
         await drain.wait(_LAST_SECONDS)
         service.workers.close()
@@ -175,38 +175,38 @@ class _FaultReply(BaseModel):
 
 
 def _documented(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """What a path may answer, for the description of the interface."""
+    """The replies of a path, for the description of the interface."""
     return {200: {"model": reply, "content": {"text/event-stream": {}}}}
 
 
 def _add_text_paths(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_documented(ChatReply))
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        """Answer a conversation."""
-        return await _answered(request, body, ChatAnswer(service, body), _DONE)
+        """Reply to a conversation."""
+        return await _answered(request, body, ChatHandler(service, body), _DONE)
 
     @app.post("/v1/completions", responses=_documented(CompletionReply))
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Go on from prompts."""
-        return await _answered(request, body, CompletionAnswer(service, body), _DONE)
+        return await _answered(request, body, CompletionHandler(service, body), _DONE)
 
     @app.post("/v1/responses", responses=_documented(ResponseReply))
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Respond to a conversation."""
-        answer = await service.workers.run(lambda: ResponseAnswer(service, body))
-        return await _answered(request, body, answer)
+        handler = await service.workers.run(lambda: ResponseHandler(service, body))
+        return await _answered(request, body, handler)
 
 
 async def _answered(
     request: Request,
     body: ChatBody | CompletionBody | ResponsesBody,
-    answer: ChatAnswer | CompletionAnswer | ResponseAnswer,
+    handler: ChatHandler | CompletionHandler | ResponseHandler,
     last: bytes = b"",
 ) -> Response:
-    """The answer whole, or as events if the body asks for a stream, which ``last`` ends."""
+    """The whole reply, or events if the body asks for a stream, which ``last`` ends."""
     if body.stream:
-        return await open_stream(request, answer.events(), last)
-    return await whole_answer(request, answer.whole())
+        return await open_stream(request, handler.events(), last)
+    return await whole_reply(request, handler.whole())
 
 
 def _add_tokenize_path(app: FastAPI, service: Service) -> None:
@@ -267,7 +267,7 @@ def _playground_file(name: str) -> str:
 
 
 def _policy(scripts: tuple[str, ...]) -> str:
-    """Nothing from elsewhere, no framing, and no script but these, each behind a line break."""
+    """Nothing from elsewhere, no framing, and only these scripts, each after a line break."""
     digests = [hashlib.sha256(f"\n{script}".encode()).digest() for script in scripts]
     sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (

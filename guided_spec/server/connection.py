@@ -32,7 +32,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come; its first request must follow."""
+        """A client has connected; its first request must arrive in time."""
         super().connection_made(transport)
         self._expect_head()
 
@@ -58,7 +58,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; those that follow a body count too."""
+        """Keep a header; trailers after a body count too."""
         self._num_headers += 1
         if self._num_headers > MOST_HEADERS:
             self._fault = _too_long()
@@ -77,13 +77,13 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request's end; another may follow."""
+        """The request's end; another may come."""
         self._head_bytes = 0
         self._is_reading = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is written, but for what the client has not read yet."""
+        """The response is written, except what the client has not read yet."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reading()
@@ -98,7 +98,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(self._fault)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the answer is written."""
+        """The client reads more slowly than the response is written."""
         super().pause_writing()
         self._expect_reading()
 
@@ -117,7 +117,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _end_waiting(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_head()  # this answer comes first; some clients end a body with a line
+            self._expect_head()  # this response comes first; some clients end a body with a line
         elif self._is_reading:
             message = f"the headers did not come within {self._limits.head_seconds:g} s"
             self._refuse(ApiError(408, message, code="head_timeout"))
@@ -129,7 +129,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, fault: ApiError) -> None:
-        """Answer and close; an answer that is being written ends here."""
+        """Send the error and close; a response that is being written ends here."""
         if self.cycle is None or self.cycle.response_complete:
             body = bytes(fault.response().body)
             lines = (

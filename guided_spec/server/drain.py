@@ -1,4 +1,4 @@
-"""The end of a server: what is running when its time to finish is over still gets an answer."""
+"""The end of a server: requests that are cut off when its time is over still get a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told when its request fails, in the shape of OpenAI's errors."""
+"""What a client gets when its request fails, in the shape of OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class ApiError(Exception):
         return kinds.get(self.status, other)
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The error as OpenAI's JSON object."""
         inner = {"message": self.message, "type": self.kind, "param": self.param}
         return {"error": {**inner, "code": self.code}}
 
     def response(self) -> Response:
-        """As an answer."""
+        """The error as an HTTP response."""
         return json_response(self.body(), self.status, self.headers)
 
 
 def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
-    """What to tell the client of an error of ours.
+    """The client's error for an error of the package.
 
     param: the argument that a grammar or a prompt came in.
     """
@@ -119,7 +119,7 @@ def unknown_parameter(param: str) -> ApiError:
 
 @contextmanager
 def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
-    """Faults of an argument, or of a part of one, name what the client sent in its place.
+    """Errors of an argument, or of a part of one, name what the client sent for it.
 
     names: of arguments, with those that the client knows. Raises ApiError.
     """

@@ -92,7 +92,7 @@ class TracedRequests:
 
             async def watched_send(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    span.tell_status(message["status"])
+                    span.record_status(message["status"])
                 await send(message)
 
             await self._app(scope, receive, watched_send)

@@ -38,10 +38,10 @@ class ServerSettings(ServerLimits):
         see ``app.build_server``.
     max_body_bytes: of a request. head_seconds, body_seconds: in which its headers and then its body
         must have come.
-    write_seconds: after which a client that reads nothing of its answer is cut off.
+    write_seconds: after which a client that reads nothing of its response is cut off.
     max_schema_bytes: of one request's schema or grammar, and of its tools together.
     max_prompt_tokens, max_output_tokens: of one sample; None is what the model's context leaves.
-    tool_format: how calls are written, where the chat template does not tell; see ``TOOL_FORMATS``.
+    tool_format: form of calls, where the chat template does not show it; see ``TOOL_FORMATS``.
     max_connections: open at the same time; further ones are answered with 503.
     drain_seconds: after SIGTERM, in which running and waiting requests may finish.
     playground: whether ``/`` is a page to try things on, and requests may ask for a ``trace``.
@@ -81,7 +81,7 @@ class ServedModel(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Of transformers."""
+        """The tokenizer of transformers."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -222,7 +222,7 @@ class Service:
         param: the argument that a grammar came in. is_traced: whether steps are recorded.
         Raises ApiError for a sample that fails.
         """
-        current_span().tell_params(params)
+        current_span().record_params(params)
         single = [params]
         if params.n > 1:  # each is read anew, which takes long where tokens are many
             single = await self.workers.run(lambda: _single_samples(params))
@@ -241,7 +241,7 @@ class Service:
                         raise api_error(chunk.completion.error, param)
                     yield chunk
         finally:
-            current_span().tell_outcome(self.model_name, tally)
+            current_span().record_outcome(self.model_name, tally)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token shows; its name where it shows nothing."""

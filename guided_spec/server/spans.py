@@ -33,7 +33,7 @@ _OWN_FAULT = 500  # the first status of those that are the server's fault
 
 
 class RequestSpan:
-    """What is told of one request. Without a span, or where nobody records it, nothing is.
+    """Records attributes of one request; nothing without a span, or if it is not recording.
 
     operation: by the semantic conventions.
     """
@@ -42,14 +42,14 @@ class RequestSpan:
         self._operation = operation
         self._span = span if span is not None and span.is_recording() else None
 
-    def tell_request(self, model: str, *, is_streamed: bool) -> None:
-        """What was asked for. model: as the request calls it."""
+    def record_request(self, model: str, *, is_streamed: bool) -> None:
+        """Record what was asked for. model: as the request calls it."""
         if self._span is not None:
             self._span.update_name(f"{self._operation} {model}")
-            self._tell({"gen_ai.request.model": model, "gen_ai.request.stream": is_streamed})
+            self._record({"gen_ai.request.model": model, "gen_ai.request.stream": is_streamed})
 
-    def tell_params(self, params: SamplingParams) -> None:
-        """How it samples, what its body left to the model's own settings included."""
+    def record_params(self, params: SamplingParams) -> None:
+        """Record the sampling parameters, including defaults of the model."""
         if self._span is None:
             return
         sampled = {
@@ -65,12 +65,12 @@ class RequestSpan:
         }
         grammar = params.grammar
         is_json = grammar is not None and grammar.is_json
-        self._tell({f"gen_ai.request.{name}": value for name, value in sampled.items()})
-        self._tell({"gen_ai.output.type": "json" if is_json else "text"})
-        self._tell({"guided_spec.grammar": None if grammar is None else grammar.kind})
+        self._record({f"gen_ai.request.{name}": value for name, value in sampled.items()})
+        self._record({"gen_ai.output.type": "json" if is_json else "text"})
+        self._record({"guided_spec.grammar": None if grammar is None else grammar.kind})
 
-    def tell_outcome(self, model: str, tally: Tally) -> None:
-        """What it got so far. model: as answers call it."""
+    def record_outcome(self, model: str, tally: Tally) -> None:
+        """Record what it got so far. model: as replies call it."""
         if self._span is None:
             return
         usage = {
@@ -78,32 +78,32 @@ class RequestSpan:
             "output_tokens": tally.output_tokens,
             "cache_read.input_tokens": tally.cached_tokens,
         }
-        self._tell({f"gen_ai.usage.{name}": value for name, value in usage.items()})
+        self._record({f"gen_ai.usage.{name}": value for name, value in usage.items()})
         response = {
             "model": model,
             "finish_reasons": tuple(tally.finish_reasons),
             "time_to_first_chunk": tally.first_seconds,
         }
-        self._tell({f"gen_ai.response.{name}": value for name, value in response.items()})
+        self._record({f"gen_ai.response.{name}": value for name, value in response.items()})
         own = {
             "steps": tally.steps,
             "drafted_tokens": tally.drafted_tokens,
             "accepted_tokens": tally.accepted_tokens,
         }
-        self._tell({f"guided_spec.{name}": value for name, value in own.items()})
+        self._record({f"guided_spec.{name}": value for name, value in own.items()})
 
-    def tell_status(self, status: int, code: str | None = None) -> None:
-        """How it ended; 499: the client left. code: of an error that a stream ends with."""
+    def record_status(self, status: int, code: str | None = None) -> None:
+        """Record how it ended; 499: the client left. code: of an error that ends a stream."""
         if self._span is None:
             return
         if code is None:
-            self._tell({"http.response.status_code": status})
+            self._record({"http.response.status_code": status})
         if status >= 400:
-            self._tell({"error.type": code or str(status)})
+            self._record({"error.type": code or str(status)})
         if status >= _OWN_FAULT:
             self._span.set_status(trace.StatusCode.ERROR)
 
-    def _tell(self, values: Mapping[str, Any]) -> None:
+    def _record(self, values: Mapping[str, Any]) -> None:
         assert self._span is not None
         self._span.set_attributes({name: v for name, v in values.items() if v not in (None, ())})
 
@@ -113,7 +113,7 @@ _CURRENT: ContextVar[RequestSpan] = ContextVar("request_span", default=_SILENT)
 
 
 def current_span() -> RequestSpan:
-    """That of the request which is being served."""
+    """The span of the request that is being served."""
     return _CURRENT.get()
 
 

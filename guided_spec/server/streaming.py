@@ -30,7 +30,7 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-async def whole_answer(request: Request, work: Coroutine[Any, Any, BaseModel]) -> Response:
+async def whole_reply(request: Request, work: Coroutine[Any, Any, BaseModel]) -> Response:
     """The reply that ``work`` gives. It is cancelled when the client leaves."""
     found = await _unless_left(request, work)
     return _CLIENT_LEFT if found is None else json_response(found.model_dump())
@@ -41,7 +41,7 @@ async def open_stream(
 ) -> Response:
     """The events as they come. What fails before the first one is raised.
 
-    last: ends the stream, also behind an error.
+    last: ends the stream, also after an error.
     """
     try:
         first = await _unless_left(request, anext(events, b""))
@@ -55,7 +55,7 @@ async def open_stream(
 
 
 async def _unless_left(request: Request, work: Any) -> Any:
-    """What ``work`` returns; None where the client leaves before."""
+    """The result of ``work``; None where the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -81,7 +81,7 @@ async def _end(task: asyncio.Future[Any]) -> None:
 class EventStream(Response):
     """Sends events until they end or the client leaves, and closes them in both cases.
 
-    Where its task is cancelled, which a server that stops does, the client is told.
+    If its task is cancelled, as by a server that stops, the client gets an error event.
     """
 
     media_type = "text/event-stream"
@@ -95,7 +95,7 @@ class EventStream(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Send the response to one request."""
         del scope
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         sending = asyncio.ensure_future(self._send_all(start, send))
@@ -105,7 +105,7 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
             else:
-                current_span().tell_status(499, "client_left")
+                current_span().record_status(499, "client_left")
         except asyncio.CancelledError:
             if self._has_begun and not sending.done():
                 await _end(sending)
@@ -141,5 +141,5 @@ def _body(piece: bytes, *, more_body: bool = True) -> Message:
 
 
 def _failure(fault: ApiError) -> bytes:
-    current_span().tell_status(fault.status, fault.code or fault.kind)
+    current_span().record_status(fault.status, fault.code or fault.kind)
     return f"data: {_dump(fault.body())}\n\n".encode("utf-8", "backslashreplace")

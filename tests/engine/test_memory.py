@@ -231,7 +231,7 @@ def test_a_rope_that_grows_with_the_batch_is_kept_to_what_it_was_made_for(
         "original_max_position_embeddings": 96,
     }
     assert plan(2**30, model) == SlotPlan(4, 96)
-    assert "texts may have 96 tokens, the model's own 512: behind that its rotary" in caplog.text
+    assert "texts may have 96 tokens, the model's own 512: after that its rotary" in caplog.text
 
 
 def test_slots_take_memory_as_they_are_used() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine.flights import Flight, Flights
+from guided_spec.engine.in_flight import StepInFlight, StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
@@ -101,20 +101,20 @@ def test_who_has_to_go_is_not_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where halves take turns: what is launched is committed before."""
-    requeue, launch = Scheduler.requeue, Flights.launch
-    landings, used = list[bool](), set[Flights]()
+    requeue, launch = Scheduler.requeue, StepsInFlight.launch
+    landings, used = list[bool](), set[StepsInFlight]()
 
     def requeuing(scheduler: Scheduler, request: Request) -> None:
         landings.extend(request in one.requests for one in used)
         requeue(scheduler, request)
 
-    def launching(one: Flights, flight: Flight) -> None:
+    def launching(one: StepsInFlight, flight: StepInFlight) -> None:
         used.add(one)
         launch(one, flight)
 
     monkeypatch.setattr(Scheduler, "requeue", requeuing)
-    monkeypatch.setattr(Flights, "launch", launching)
-    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr(StepsInFlight, "launch", launching)
+    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
     with make(headed, proposer, 6) as llm:
         assert texts(llm.generate(PROMPTS, PARAMS, on_error="return")) == expected
     assert waited.total() > 1

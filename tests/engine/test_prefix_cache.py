@@ -149,7 +149,7 @@ def test_prompts_wait_for_the_head_of_one_that_begins_alike(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is read in pieces beside a text that decodes, and its head reads it behind that."""
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: BLOCK + 2)
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: BLOCK + 2)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [[3, 4], *([*SYSTEM, 40 + row, 9] for row in range(3))]
     with make(headed, "eagle3", prefill_tokens=8) as llm:

@@ -18,7 +18,7 @@ from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
 from guided_spec.engine.target.line_target import LineTarget
-from guided_spec.engine.target.prompts import ALONG, tokens_along
+from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS, prompt_tokens_per_step
 from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
@@ -94,8 +94,8 @@ def test_the_texts_are_the_same(
     assert (reads["alone"] >= 1) == is_alone
     separate = reads["alone"]
     reads.clear()
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: 0)
-    monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 0)
+    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
     assert reads["along"] == 0
     assert reads["alone"] > separate
@@ -111,7 +111,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
         PROMPTS[0],
         *([5 + at % 60 for at in range(length)] for length in (120, 150, 90)),
     ]
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: 8)
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 8)
     longest, found, read = list[int](), list[Any](), PackedSlotHead.read
 
     def reading(head: Any, slots: Any, tokens: Any, states: Any) -> None:
@@ -165,13 +165,13 @@ def test_long_prompts_are_read_in_pieces(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
 ) -> None:
     """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: 2)
-    monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)  # the first ones
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 2)
+    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)  # the first ones
     found = write(headed, "eagle3", PARAMS, kernels="packed")
     assert reads["most along"] == 2
     assert reads["most alone"] > 2
     along = reads["along"]
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: 512)
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 512)
     reads.clear()
     assert tokens(write(headed, "eagle3", PARAMS, kernels="packed")) == tokens(found)
     assert reads["most along"] > 2
@@ -180,36 +180,38 @@ def test_long_prompts_are_read_in_pieces(
 
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
-    assert tokens_along([64 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
-    assert tokens_along([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
-    assert tokens_along([64 * 3000], 64 * 3000, 1, 0, 8192, SIZES) == 2 * 3000
-    assert tokens_along([8 * 900] * 8, 64 * 900, 4, 0, 4096, SIZES) == 3 * 900
-    assert tokens_along([200_000], 200_000, 4, 0, 2048, SIZES) == 2048
-    assert tokens_along([5000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000  # as at the start
+    assert prompt_tokens_per_step([64 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
+    assert prompt_tokens_per_step([32 * 3000, 32 * 3000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
+    assert prompt_tokens_per_step([64 * 3000], 64 * 3000, 1, 0, 8192, SIZES) == 2 * 3000
+    assert prompt_tokens_per_step([8 * 900] * 8, 64 * 900, 4, 0, 4096, SIZES) == 3 * 900
+    assert prompt_tokens_per_step([200_000], 200_000, 4, 0, 2048, SIZES) == 2048
+    assert (
+        prompt_tokens_per_step([5000], 64 * 3000, 10_000, 0, 4096, SIZES) == 3000
+    )  # as at the start
 
 
 def test_many_short_prompts_are_read_sooner_than_one_that_is_as_long() -> None:
     few, many, own = [16 * 1000], [4 * 64] * 64, 6 * 64
     assert sum(few) < sum(many)
-    assert tokens_along(few, sum(few), 64, own, 4096, SIZES) <= ALONG
-    assert tokens_along(many, sum(many), 64, own, 4096, SIZES) > 3 * ALONG
+    assert prompt_tokens_per_step(few, sum(few), 64, own, 4096, SIZES) <= MIN_PROMPT_TOKENS
+    assert prompt_tokens_per_step(many, sum(many), 64, own, 4096, SIZES) > 3 * MIN_PROMPT_TOKENS
 
 
 @given(st.lists(st.integers(1, 8000), min_size=1, max_size=64), st.integers(1, 64))
 def test_prompts_fill_the_graph_that_they_share(unread: list[int], num_decoding: int) -> None:
     """A token more would take as long as the next graph does, and fewer would save nothing."""
     own = 6 * num_decoding
-    found = tokens_along(unread, sum(unread), num_decoding, own, 4096, SIZES)
+    found = prompt_tokens_per_step(unread, sum(unread), num_decoding, own, 4096, SIZES)
     ends = sum(end <= found for end in accumulate(unread))
     total = found + own + ends
-    assert ALONG - 128 < found <= 4096
+    assert MIN_PROMPT_TOKENS - 128 < found <= 4096
     if total <= SIZES[-1]:
         assert bucket(total) <= total + len(unread)  # but for prompts that end a little behind it
 
 
 def test_few_tokens_are_read_whatever_graphs_there_are() -> None:
-    assert tokens_along([100], 100, 3, 18, 4, SIZES) == 2
-    assert tokens_along([100], 100, 100, 600, 8, SIZES) == 8
+    assert prompt_tokens_per_step([100], 100, 3, 18, 4, SIZES) == 2
+    assert prompt_tokens_per_step([100], 100, 100, 600, 8, SIZES) == 8
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_prompt_and_its_first_token_take_one_forward(
         found.append(output.completions[0].token_ids)
         counts.append(Counter(reads))
         reads.clear()
-        monkeypatch.setattr(engine.Engine, "_decodes_along", lambda *_: False)
+        monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
     assert not has_seed or found[0] == found[1]
     is_drafted = proposer == "eagle3" and verifier == "rejection" and is_sampled and has_seed
     assert [count["alone"] for count in counts] == [int(is_drafted), 1]
@@ -254,13 +256,13 @@ def test_so_they_do_beside_others(
 ) -> None:
     found = write(headed, "none", FREE, kernels="packed")
     assert reads["alone"] == 0
-    forwards, decodes_along = reads["forwards"], engine.Engine._decodes_along
+    forwards, decodes_with_prompt = reads["forwards"], engine.Engine._decodes_with_prompt
 
     def while_nobody_decodes(self: Any, piece: Any) -> bool:
         is_alone = not self._scheduler.running(State.DECODE)
-        return is_alone and decodes_along(self, piece)
+        return is_alone and decodes_with_prompt(self, piece)
 
-    monkeypatch.setattr(engine.Engine, "_decodes_along", while_nobody_decodes)
+    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", while_nobody_decodes)
     reads.clear()
     assert tokens(write(headed, "none", FREE, kernels="packed")) == tokens(found)
     assert forwards < reads["forwards"]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guided_spec.engine.draft_length import DraftLengthPolicy
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.pace import Pace
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
@@ -167,8 +167,10 @@ def test_steps_that_leave_drafts_out(
     def num_draft_tokens(*_: Any, **__: Any) -> int:
         return 3 if next(turns) // 9 % 2 else 0
 
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
-    monkeypatch.setattr(Pace, "stays_plain", lambda *_: True)  # wrong in every ninth step
+    monkeypatch.setattr(DraftLengthPolicy, "num_draft_tokens", num_draft_tokens)
+    monkeypatch.setattr(
+        DraftLengthPolicy, "stays_plain", lambda *_: True
+    )  # wrong in every ninth step
     model: Any = "llama"
     draft: Any = near_copy(model)
     if proposer == "eagle3":
@@ -186,11 +188,13 @@ def test_steps_that_leave_out_what_is_forced_too(
     """Only they may be launched ahead: K = 0 leaves what a grammar forces."""
     turns = iter(range(10**6))
 
-    def num_draft_tokens(pace: Pace, *_: Any) -> int:
-        return pace.lengths[next(turns) // 9 % 3]
+    def num_draft_tokens(policy: DraftLengthPolicy, *_: Any) -> int:
+        return policy.lengths[next(turns) // 9 % 3]
 
-    monkeypatch.setattr(Pace, "num_draft_tokens", num_draft_tokens)
-    monkeypatch.setattr(Pace, "stays_plain", lambda *_: True)  # wrong in every ninth step
+    monkeypatch.setattr(DraftLengthPolicy, "num_draft_tokens", num_draft_tokens)
+    monkeypatch.setattr(
+        DraftLengthPolicy, "stays_plain", lambda *_: True
+    )  # wrong in every ninth step
     options = {"drafting": "auto", "max_batch_size": 3, "verifier": "coupled"}
     counts = both(PROMPTS, PARAMS, "llama", proposer, **options)
     assert 10 < counts["served"] < counts["forwards"] / 2

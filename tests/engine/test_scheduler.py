@@ -76,17 +76,17 @@ def test_requests_with_one_prompt() -> None:
     for one in [requests[0], other, *requests[1:]]:
         scheduler.add(one)
     admit_all(scheduler)
-    assert scheduler.alike(requests[3]) == requests[:2]
-    assert scheduler.alike(other) == [other]
+    assert scheduler.sharing_prompt(requests[3]) == requests[:2]
+    assert scheduler.sharing_prompt(other) == [other]
     scheduler.requeue(requests[0])
     assert scheduler.ready() == [requests[0]]
-    assert scheduler.alike(requests[1]) == [requests[1]]
+    assert scheduler.sharing_prompt(requests[1]) == [requests[1]]
     admit_all(scheduler)
-    assert scheduler.alike(requests[1]) == requests[:2]
+    assert scheduler.sharing_prompt(requests[1]) == requests[:2]
     for one in (other, *requests[:2]):
         one.finish("stop")
     scheduler.remove_finished()
-    assert scheduler.alike(other) == scheduler.alike(requests[3]) == []
+    assert scheduler.sharing_prompt(other) == scheduler.sharing_prompt(requests[3]) == []
 
 
 class Counting(Future[CompiledGrammar]):

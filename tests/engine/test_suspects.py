@@ -9,7 +9,7 @@ import pytest
 
 from guided_spec import step
 from guided_spec.core import DecodeBatch
-from guided_spec.engine.flights import Flights
+from guided_spec.engine.in_flight import StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
@@ -112,7 +112,7 @@ class Stages:
             self._check(list(batch.contexts))
             return found
 
-        self._patch.setattr("guided_spec.engine.flights.commit", committed)
+        self._patch.setattr("guided_spec.engine.in_flight.commit", committed)
 
     def _in_prompts(self) -> None:
         """Whether they are read by themselves or with drafts."""
@@ -158,7 +158,7 @@ def generate(
 ) -> list[RequestOutput]:
     monkeypatch.setattr(lookahead, "ROWS_WORTH_A_THREAD", 1)  # it may fill rows while a step raises
     if settings.turns:
-        monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+        monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
     with make(headed, settings) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
         until(lambda: llm.load.running == llm.load.waiting == 0)

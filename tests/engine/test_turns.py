@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch
-from guided_spec.engine import flights
-from guided_spec.engine.flights import Flights
+from guided_spec.engine import in_flight
+from guided_spec.engine.draft_length import ForwardTimes
+from guided_spec.engine.in_flight import StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.pace import ForwardTimes
 from guided_spec.step import Step, commit, speculative_step
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, PROPOSERS, generate, plain, tokens
@@ -46,7 +46,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return speculative_step(target, proposer, batch, **rest)
 
     monkeypatch.setattr("guided_spec.engine.engine.speculative_step", launched)
-    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
     return seen
 
 
@@ -82,7 +82,7 @@ def test_seeds_give_the_same_texts(
     for takes_turns in (True, False):
         if not takes_turns:
             assert ran_in_turns(batches)
-            monkeypatch.setattr(Flights, "take_turns", lambda *_: False)
+            monkeypatch.setattr(StepsInFlight, "take_turns", lambda *_: False)
         with make(written, proposer, None, verifier=verifier) as llm:
             found.append(texts(llm.generate(PROMPTS, params)))
     assert found[0] == found[1]
@@ -118,7 +118,7 @@ def test_who_is_cancelled_on_the_way_keeps_its_slot_until_it_lands(
         return step
 
     monkeypatch.setattr("guided_spec.engine.engine.speculative_step", held)
-    monkeypatch.setattr(Flights, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
     outputs = list[RequestOutput]()
     with make(written, "eagle3", None, max_batch_size=2) as llm:
         stream = llm.stream(OTHERS[0], given)
@@ -130,7 +130,7 @@ def test_who_is_cancelled_on_the_way_keeps_its_slot_until_it_lands(
         stream.close()  # type: ignore[attr-defined]  # a generator
         resume.set()
         other.join(PATIENCE)
-        monkeypatch.setattr(Flights, "take_turns", lambda *_: False)
+        monkeypatch.setattr(StepsInFlight, "take_turns", lambda *_: False)
         assert texts(outputs) == texts(llm.generate(others, given))
     assert (0,) in batches[batches.index((1,)) + 1 :]  # whose slot the third text then has
 
@@ -146,7 +146,7 @@ def test_a_step_that_raises_once_takes_nobody_with_it(
             raise ZeroDivisionError("no commit")
         return commit(batch, *rest)
 
-    monkeypatch.setattr(flights, "commit", failing)
+    monkeypatch.setattr(in_flight, "commit", failing)
     with make_llm("llama", "ngram", kernels="packed", max_batch_size=4) as llm:
         written = [one.completions[0] for one in llm.generate(PROMPTS, PARAMS)]
         assert batches
@@ -169,9 +169,9 @@ def test_closing_ends_what_is_on_its_way(batches: list[tuple[int, ...]]) -> None
     assert len(found) == 4
 
 
-def measured(flat: int, width: int, most: int) -> Flights:
+def measured(flat: int, width: int, most: int) -> StepsInFlight:
     """Forwards of up to ``flat`` tokens take the same, and longer ones in proportion."""
-    found = Flights()
+    found = StepsInFlight()
     found.measure(ForwardTimes({size: max(size, flat) / 1e5 for size in SIZES}), width, most)
     return found
 
@@ -190,7 +190,7 @@ def test_halves_take_turns_where_their_forwards_take_hardly_longer(
 
 
 def test_without_times_nobody_takes_turns() -> None:
-    found = Flights()
+    found = StepsInFlight()
     found.measure(ForwardTimes({}), 6, 256)
     assert not any(map(found.take_turns, range(1, 300)))
 

@@ -81,6 +81,6 @@ def test_prompts_read_along_give_the_same_texts(
     monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
     along = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
-    monkeypatch.setattr(engine, "tokens_along", lambda *_: 0)
+    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 0)
     apart = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
     assert [output.token_ids for output in along] == [output.token_ids for output in apart]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.integrations.vllm.drafts.walks import drafter_rows
+from guided_spec.integrations.vllm.drafts.tabled_requests import drafter_rows
 from guided_spec.masks.rows import DeviceTables, MaskRows
 from guided_spec.models.packed.decoder import refusing_waits
 from guided_spec.ops import table_rows

@@ -94,7 +94,7 @@ def test_a_text_that_does_not_grow_gets_another_slot() -> None:
     assert other.slot != first.slot
     assert first.token_ids == [1, 2, 3, 4, 5]
     whole = [1, 2, 9, 7]
-    assert texts.follow("a", 4, lambda start, end: whole[start:end]) is other
+    assert texts.update("a", 4, lambda start, end: whole[start:end]) is other
     whole[1] = 8
-    assert texts.follow("a", 4, lambda start, end: whole[start:end]).token_ids == whole
+    assert texts.update("a", 4, lambda start, end: whole[start:end]).token_ids == whole
     assert ended == [first.slot, other.slot]

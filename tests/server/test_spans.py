@@ -175,7 +175,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert alone is not spans
     with alone.open_span(TEXT, PARENT) as span:
-        span.tell_request("bundled", is_streamed=False)
-        span.tell_status(500)
-        span.tell_outcome("bundled", Tally(Metrics(lambda: None)))  # type: ignore[arg-type, return-value]
+        span.record_request("bundled", is_streamed=False)
+        span.record_status(500)
+        span.record_outcome("bundled", Tally(Metrics(lambda: None)))  # type: ignore[arg-type, return-value]
         assert alone.current_span() is span

@@ -51,7 +51,7 @@ class _Line(NamedTuple):
         return cls(joined, prompts, own)
 
     def order(self) -> NDArray[np.int64]:
-        """int64 [N]: which each token is, of those that are verified and, behind, of prompts."""
+        """int64 [N]: index of each token once verified tokens come first, then prompt tokens."""
         assert self.own is not None
         is_read = np.ones(sum(self.rows.counts), dtype=np.bool_)
         is_read[self.own] = False
@@ -240,7 +240,7 @@ class LineTarget:
         output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
         found = dict[int, Tensor]()
         if output.hidden_states is not None and prompts:
-            # A copy: the next forward overwrites these, and a proposer reads them behind it.
+            # A copy: the next forward overwrites these, and a proposer reads them after it.
             hidden = output.hidden_states.clone()
             for piece, first in line.pieces():
                 states = hidden[first : first + len(piece.token_ids)]

@@ -26,8 +26,8 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
     lengths: tokens that each prompt has left, at least 1. budget: tokens of all forwards together,
         padding included.
 
-    The first prompts come first; those that the budget has no room for are in no group. A prompt
-    longer than the budget is cut to it, and then alone.
+    The first prompts come first; those that exceed the budget are in no group. A prompt longer
+    than the budget is cut to it, and then alone.
     """
     chosen: list[int] = []
     width = 0
@@ -52,19 +52,19 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
     return [PromptGroup(sorted(group.members), group.width) for group in groups]
 
 
-# Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
-# less than a forward of their own, which reads the weights again. No text waits long for them.
-ALONG = 512
-# Steps that what waits to be read is spread over, where that is more and few texts wait for it. A
-# few prompts of thousands of tokens must not make steps longer, whole books that wait must. Pieces
-# stay as large to the last: smaller ones take longer for each of their tokens.
+# Prompt tokens that a verify forward may always read as well: so few cost a GPU little, and less
+# than a separate forward, which reads the weights again. No text waits long for them.
+MIN_PROMPT_TOKENS = 512
+# Steps over which longer prompts are spread while few texts wait for them. A few prompts of
+# thousands of tokens must not make steps longer, whole books must. Pieces keep their size to the
+# last: smaller ones take longer for each of their tokens.
 STEPS_TO_READ = 64
-# Texts that wait for their prompts, from which on these are read in fewer steps. Short prompts of
-# many texts take no longer than a few drafts, and a forward writes more with all of them in it.
+# From so many texts waiting for their prompts on, these are read in fewer steps. Short prompts of
+# many texts take no longer than a few drafts, and a forward generates more with all of them in it.
 MANY = 8
 
 
-def tokens_along(
+def prompt_tokens_per_step(
     unread: Sequence[int],
     backlog: int,
     num_decoding: int,
@@ -72,19 +72,19 @@ def tokens_along(
     most: int,
     sizes: Sequence[int],
 ) -> int:
-    """Prompt tokens, of ``most``, that the next verify forward reads besides.
+    """Prompt tokens, at most ``most``, that the next verify forward reads with its drafts.
 
-    unread: of each text that waits for its prompt, in the order in which they are read. backlog:
-    the most that these came to since none waited.
-    num_decoding: texts that wait for the forward. num_own: tokens of theirs. sizes: of the graphs.
+    unread: prompt tokens left of each waiting text, in reading order. backlog: the largest sum of
+    these since no text waited. num_decoding: texts that wait for the forward. num_own: their
+    tokens. sizes: of the graphs.
 
-    The more tokens wait, the more texts, and the more texts for each that decodes, the longer
-    may that one wait for a forward: all end sooner so. It is cut so that it fills a graph: one
-    token more would take as long as the next graph does.
+    The count grows with the waiting tokens, with the waiting texts, and with their ratio to texts
+    that decode: all end sooner so. It is cut to fill a graph: one token more would take as long
+    as the next graph does.
     """
     share = (len(unread) + num_decoding) / num_decoding * max(1, len(unread) / MANY)
-    wanted = min(max(ALONG, int(backlog * share) // STEPS_TO_READ), most)
-    # Behind the end of a prompt stands one token more, whose logits are asked for.
+    wanted = min(max(MIN_PROMPT_TOKENS, int(backlog * share) // STEPS_TO_READ), most)
+    # A prompt that ends here adds one token, whose logits are needed.
     others = num_own + sum(end <= wanted for end in accumulate(unread))
     room = filled(wanted + others, sizes) - others
     return room if 2 * room >= wanted else wanted

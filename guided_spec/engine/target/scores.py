@@ -19,7 +19,7 @@ from guided_spec.ops.host import pad_ids, to_device
 def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     """One forward over the next row of each request. Their slots keep their prompts alone.
 
-    A request ends behind its last row, or where the model gives no branch any probability.
+    A request ends after its last row, or where the model gives no branch any probability.
     """
     tasks = [_next(request) for request in requests]
     fed = [[one.request.text.tokens[-1], *one.row.token_ids] for one in tasks]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Piece(NamedTuple):
-    """The first ``length`` places of one row of a forward's hidden states, [B, n, H]."""
+    """The first ``length`` positions of one row of a forward's hidden states, [B, n, H]."""
 
     hidden: Tensor
     row: int
@@ -49,7 +49,7 @@ class KeptStates:
         self._pieces: dict[int, list[_Piece]] = {}
 
     def add(self, slots: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
-        """The first ``counts[i]`` places of ``hidden[i]``, of [B, n, H], belong to ``slots[i]``."""
+        """Add the first ``counts[i]`` positions of ``hidden[i]``, [n, H], to ``slots[i]``."""
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             self._pieces.setdefault(slot, []).append(_Piece(hidden, row, count))
 

@@ -1,11 +1,11 @@
 """What LMDeploy's own methods become, and our proposers among its drafting methods.
 
-``with_...`` takes the method that it replaces and returns the new one; ``plugin`` puts them in
-place. None of them copies what LMDeploy does; each adds to it before or behind.
+``with_...`` takes the method that it replaces and returns the new one; ``plugin`` installs them.
+None of them copies what LMDeploy does; each adds to it before or after.
 
 The proposers that need no draft model are ``guided_spec_ngram``, ``guided_spec_grammar_forced`` and
 ``guided_spec_chain``, which is ``chain:grammar_forced+ngram``. LMDeploy takes every method to have
-a draft model with a KV cache, so three of its methods are told otherwise.
+a draft model with a KV cache, so three of its methods are replaced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _turns = itertools.count()
 
 _FIX = "install() reaches its own process alone; {}, or leave install() out"
 _BASE = "lmdeploy.pytorch.spec_decode.proposers.base"
-_PAD = 0  # what stands behind a draft that is too short; verified like any other token
+_PAD = 0  # pads a draft that is too short; verified like any other token
 
 
 def with_own_engine(from_pretrained: Any) -> Any:
@@ -128,7 +128,7 @@ def with_positions(sample: _AsyncMethod) -> _AsyncMethod:
 def _next_positions(model_inputs: Any) -> Tensor:
     """int64 [B]: the position in its text of the first token that each row is about to get."""
     history: Tensor = model_inputs.history_lengths
-    # A decode forward begins with the last committed token, and drafts follow it.
+    # A decode forward begins with the last committed token, and then has drafts.
     new = 1 if model_inputs.is_decoding else model_inputs.seq_length
     return (history + new).long()
 
@@ -143,7 +143,7 @@ async def guided_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """``SpecModelAgent._guided_spec_logits_process``: the mask first, as without speculation.
 
-    target_logits: [B * (K + 1), V], changed in place. rows: the guided places, B and K + 1.
+    target_logits: [B * (K + 1), V], changed in-place. rows: the guided positions, B and K + 1.
 
     Returns the processed logits, and the raw log-probabilities or logits if they are asked for:
     they know nothing of the mask.
@@ -197,7 +197,7 @@ def _stop_rows(output: Any, stops: dict[int, int]) -> None:
 def with_guided_blocks(propose: _AsyncMethod) -> _AsyncMethod:
     """``DFlash.propose``: raises for guided requests; now it drafts them without a mask.
 
-    The verification walks what it drafted, and refuses what is illegal.
+    The verification advances through the draft, and refuses what is illegal.
     """
 
     async def new_propose(
@@ -340,7 +340,7 @@ def _proposer_class() -> Any:
             sampling_inputs: Any,
             proposal_ctx: Any = None,
         ) -> Any:
-            """K tokens a request behind what it has just got; one download."""
+            """K tokens a request after its new tokens; one download."""
             del proposal_ctx
             return _propose(self, model_inputs, extra_inputs, sampling_inputs)
 
@@ -396,7 +396,7 @@ class Drafting:
     def propose(
         self, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any, helper: Any
     ) -> Tensor:
-        """int64 [B, K] on LMDeploy's device, behind what each row has just got; one download."""
+        """int64 [B, K] on LMDeploy's device, drafted after each row's new tokens; one download."""
         shape = (len(model_inputs.seq_length), self.num_draft)
         empty: Tensor = model_inputs.input_ids.new_full(shape, _PAD)
         context = sampling_inputs.session_ctx
@@ -416,7 +416,7 @@ class Drafting:
         self._texts.write(key, history, token_ids)
 
     def draft(self, key: Any, processor: GrammarProcessor | None) -> list[int]:
-        """K tokens behind a session's text, padded."""
+        """K tokens after a session's text, padded."""
         text = self._texts[key]
         request = HostRequest(text.slot, text.token_ids, 0, self.num_draft, None)
         if processor is None or processor.is_terminated() or processor.is_broken:
@@ -425,7 +425,7 @@ class Drafting:
         request = request._replace(constraint=processor.constraint)
         self._drafter.extend(self._drafter.batch([request]), lookahead)
         refused = lookahead.refused[0]
-        # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
+        # It has to be in the draft: the verifier refuses it, and no row after it is masked.
         drafted = [*lookahead.drafted[0], *([] if refused is None else [refused])]
         processor.end_draft(self._padded(drafted))
         return self._padded(drafted)
@@ -438,7 +438,7 @@ class Drafting:
         return drafted + [_PAD] * (self.num_draft - len(drafted))
 
     def _read_step(self, keys: Sequence[Any], inputs: Any, output: Tensor | None) -> None:
-        """What each session got: its prompt, or a part of it, and what was sampled behind."""
+        """Read each session's new tokens: its prompt or a part of it, and the sampled ones."""
         new = [[] for _ in keys] if output is None else output.view(len(keys), -1).tolist()
         sampled = [[token for token in tokens if token >= 0] for tokens in new]
         if inputs.is_decoding:

@@ -65,7 +65,7 @@ class GuidedHelper:
     async def prepare_bitmask(
         self, logits: Tensor, processors: _Processors | _Drafts | None
     ) -> Tensor | None:
-        """int32 [B, W] on the device of ``logits`` [B, V]: what may follow each row's draft.
+        """int32 [B, W] on the device of ``logits`` [B, V]: the tokens legal after each row's draft.
 
         None where nothing is guided. Of the same rows the target's masks are made later.
         """
@@ -86,7 +86,7 @@ class GuidedHelper:
         return bitmask[:, 0].to(logits.device, non_blocking=True)
 
     def apply_bitmask(self, logits: Tensor, bitmask: Tensor | None) -> None:
-        """Illegal tokens of logits [B, V] to -inf, in place; no sync.
+        """Set illegal tokens of logits [B, V] to -inf, in-place; no sync.
 
         A row without any legal token stays as it is, so that its argmax is a token that the drafter
         means, if an illegal one; ``accept_draft_tokens`` deals with it.
@@ -100,7 +100,7 @@ class GuidedHelper:
     async def accept_draft_tokens(
         self, draft_token_ids: Tensor, processors: _Drafts | None
     ) -> None:
-        """Walk one drafted token, int64 [B, 1], in every guided row; one download.
+        """Advance every guided row by one drafted token, int64 [B, 1]; one download.
 
         Where the drafter knew none of the legal tokens and there is but one, that one is written
         into ``draft_token_ids``.
@@ -120,10 +120,10 @@ class GuidedHelper:
         draft_token_ids: Tensor,
         num_spec_tokens: int,
     ) -> None:
-        """Mask the target's logits [B, K + 1, V] in place, all rows in one pass.
+        """Mask the target's logits [B, K + 1, V] in-place, all rows in one pass.
 
         Rows that drafting has filled are not filled again; the draft is downloaded only where its
-        drafter did not walk it.
+        drafter did not advance the grammar.
         """
         if not processors or self._manager is None:
             return
@@ -157,8 +157,8 @@ class GuidedHelper:
 
         num_rejected: [B]. output_token_ids: [B, K + 1] or [B, 1]. next_token_ids: [B].
 
-        A refusal ends its request alone: its row becomes the end-of-text token, in place, and the
-        row is among the manager's ``take_stops``.
+        A refusal ends its request alone: its row becomes the end-of-text token, in-place, and is
+        among the manager's ``take_stops``.
         """
         if not processors or self._manager is None:
             return
@@ -249,8 +249,8 @@ class RejectionSampler(nn.Module):
 def _sampling(expanded: Any, width: int, device: torch.device) -> Sampling:
     """One row a request of LMDeploy's ``SamplingInputs``, which hold ``width`` rows of each.
 
-    The temperature has been applied: it is 1, or 0 for a request with ``top_k`` 1, LMDeploy's way
-    to say greedy.
+    The temperature has been applied: it is 1, or 0 for a request with ``top_k`` 1, which means
+    greedy in LMDeploy.
     """
     batch = expanded.batch_size // width
     ones = torch.ones(batch, device=device)
@@ -282,7 +282,7 @@ def _accept(logits: Tensor, draft: Draft, rows: VerifyRows) -> Accepted:
     sampling = rows.sampling
     if not (sampling.any_min_p and sampling.any_top_p) or sampling.all_greedy:
         return verify(logits, None, draft, rows)
-    # LMDeploy's min-p comes behind its top-p, which then has another mass to share out.
+    # LMDeploy's min-p comes after its top-p, which then normalizes another mass.
     probs = warp(logits, replace(sampling, any_min_p=False))
     least = sampling.min_p.view(-1, 1, 1) * probs.amax(-1, keepdim=True)
     kept = probs.masked_fill(probs < least, 0.0)

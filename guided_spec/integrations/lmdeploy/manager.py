@@ -1,4 +1,4 @@
-"""The grammars of LMDeploy's requests: compiled off its thread, and moved along their texts."""
+"""The grammars of LMDeploy's requests: compiled off its thread, and advanced with their texts."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class GrammarProcessor:
 
     pending, compiled: the grammar, being compiled. num_draft: K, the length of every draft.
 
-    Drafting walks a fork and fills the rows on its way; verification asks for the same rows and
-    fills the last one only; ``commit`` alone moves the original. LMDeploy puts other requests into
-    the batch between the two, so each request has rows of its own.
+    Drafting advances a fork and fills its rows; verification needs the same rows and fills only the
+    last one; ``commit`` alone moves the original. LMDeploy puts other requests into the batch
+    between the two, so each request has rows of its own.
     """
 
     def __init__(self, pending: PendingGrammar, vocab_size: int, num_draft: int = 0) -> None:
         self._pending = pending  # waits until this is dropped
         self.compiled = pending.future
         self._vocab_size = vocab_size
-        self._num_draft = max(num_draft, 1)  # a row is looked at only where a token may follow
+        self._num_draft = max(num_draft, 1)  # a row is used only where a token may come next
         self._rows: MaskRows | None = None
         self._constraint: Constraint | None = None
         self._ahead: Lookahead | None = None
-        self._told = 0
+        self._num_read = 0
         self.row = 0  # in the batch that asked last
         self.has_ended = False
 
@@ -89,13 +89,13 @@ class GrammarProcessor:
         return self.has_ended
 
     def fork(self) -> DraftProcessor:
-        """Begin a draft behind the committed text; LMDeploy calls it before it drafts."""
+        """Begin a draft after the committed text; LMDeploy calls it before it drafts."""
         if not self.is_broken:
             self.begin()
         return DraftProcessor(self)
 
     def next_row(self) -> NDArray[np.int32] | None:
-        """int32 [W] on the host: what may follow the committed text. None: nothing is masked.
+        """int32 [W] on the host: mask after the committed text. None: nothing is masked.
 
         Read only, and only up to the next call of any method. Forgets the draft: LMDeploy drops
         the drafts of a request that it puts off and computes again.
@@ -105,7 +105,7 @@ class GrammarProcessor:
         return self.begin().peek(0)
 
     def draft_row(self) -> NDArray[np.int32] | None:
-        """``next_row`` behind the draft so far; also None where the draft has ended."""
+        """``next_row`` after the draft so far; also None where the draft has ended."""
         return None if self._ahead is None else self._ahead.peek(0)
 
     def draft(self, token_id: int) -> int:
@@ -122,42 +122,42 @@ class GrammarProcessor:
             legal = first_tokens(row, 2)
             token_id = legal[0] if len(legal) == 1 else token_id
         self._ahead.extend([[token_id]])
-        self._told += 1
+        self._num_read += 1
         return token_id
 
     def end_draft(self, token_ids: Sequence[int]) -> None:
-        """Walk what stands in the draft behind the tokens that the lookahead has been told."""
+        """Advance the lookahead by the tokens of the draft that it has not read yet."""
         assert self._ahead is not None
         self._ahead.extend([list(token_ids[len(self._ahead.drafted[0]) :])])
-        self._told = len(token_ids)
+        self._num_read = len(token_ids)
 
     def missing(self, num_draft: int) -> bool:
-        """Whether ``verify_rows`` has to be told the draft's tokens."""
-        return not self.has_ended and not self.is_broken and self._told != num_draft
+        """Whether ``verify_rows`` needs the draft's tokens."""
+        return not self.has_ended and not self.is_broken and self._num_read != num_draft
 
     def verify_rows(self, num_draft: int, token_ids: Sequence[int] | None) -> Tensor | None:
         """int32 [K + 1, W] on the host: the masks of every target row; None where there is none.
 
-        token_ids: the K draft tokens; None where ``draft`` was told all of them.
+        token_ids: the K draft tokens; None where ``draft`` has got all of them.
         """
         if self.has_ended or self.is_broken:
             return None
-        if token_ids is not None and self._told != num_draft:
+        if token_ids is not None and self._num_read != num_draft:
             self.begin(num_draft).extend([list(token_ids)])
-            self._told = num_draft
+            self._num_read = num_draft
         assert self._ahead is not None
         rows = self._ahead.finish(num_draft)
         return None if rows is None else rows[0]
 
     def commit(self, token_ids: Sequence[int]) -> list[int]:
-        """Move the original over accepted tokens; returns those up to the end of the text.
+        """Advance the original by accepted tokens; returns those up to the end of the text.
 
-        Raises GrammarDeadEndError where no token could follow, GrammarStateError where the grammar
+        Raises GrammarDeadEndError where no token is legal next, GrammarStateError where the grammar
         refuses one, and what the compile raised. The processor is then out of use: ``has_ended``.
         """
         if self.has_ended:
             return []
-        self._told = 0
+        self._num_read = 0
         self._ahead = None
         try:
             taken = self.constraint.commit(token_ids)
@@ -170,12 +170,12 @@ class GrammarProcessor:
         return taken
 
     def begin(self, num_draft: int = 0) -> Lookahead:
-        """Start a draft behind the committed text; of a proposer, ``end_draft`` follows."""
+        """Start a draft after the committed text; a proposer's draft is closed by ``end_draft``."""
         if self._rows is None or self._rows.depths <= max(num_draft, self._num_draft):
             self._num_draft = max(num_draft, self._num_draft)
             with torch.inference_mode(mode=False):  # other threads fill them, outside that mode
                 self._rows = MaskRows(1, self._num_draft + 1, self._vocab_size, _CPU)
-        self._told = 0
+        self._num_read = 0
         self._ahead = Lookahead.fork([self.constraint], self._rows, [self._num_draft])
         return self._ahead
 
@@ -197,11 +197,11 @@ class DraftProcessor:
         self._processor = processor
 
     def next_row(self) -> NDArray[np.int32] | None:
-        """int32 [W] on the host: what may follow the draft so far. None: nothing is masked."""
+        """int32 [W] on the host: mask after the draft so far. None: nothing is masked."""
         return self._processor.draft_row()
 
     def draft(self, token_id: int) -> int:
-        """See ``GrammarProcessor.draft``."""
+        """Advance the draft by its next token, see ``GrammarProcessor.draft``."""
         return self._processor.draft(token_id)
 
 
@@ -330,7 +330,7 @@ class GuidedManager:
             guided_bitmask.numpy()[index] = row  # LMDeploy calls it outside inference mode
 
     def apply_batched_bitmap(self, logits: Tensor, guided_bitmask: Tensor) -> None:
-        """Illegal tokens of logits [B, V] to -inf, in place."""
+        """Set illegal tokens of logits [B, V] to -inf, in-place."""
         bitmask = fit_bitmask(guided_bitmask, logits.shape[-1]).to(logits.device)
         logits.copy_(apply_token_bitmask(logits, bitmask))
 

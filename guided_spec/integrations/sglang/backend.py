@@ -1,6 +1,6 @@
 """The two classes that SGLang asks of a grammar backend, put together once SGLang is imported.
 
-They take SGLang's requests as grammar specs, and move each along its text the way SGLang does.
+They take SGLang's requests as grammar specs, and advance each with its text as SGLang does.
 Masks have the format of SGLang's own xgrammar backend, so what allocates, moves and applies them
 is SGLang's.
 """
@@ -97,8 +97,8 @@ def make_backend(kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> 
 class GuidedGrammar:
     """One request's grammar, as SGLang's scheduler and verifiers use it.
 
-    Behind SGLang's habits: refusals raise, and a finished text takes any token. A step back costs
-    no more than the tokens taken back, however long the text is.
+    As SGLang expects: refusals raise, and a finished text takes any token. A rollback costs no more
+    than the tokens taken back, however long the text is.
 
     matcher: this request's, at the start of its text. stats: SGLang's ``GrammarStats``.
     backend: which of guided_spec's took the grammar, "xgrammar" or "llguidance".
@@ -112,7 +112,7 @@ class GuidedGrammar:
         self.grammar_stats = stats
         self._compiled, self._matcher = compiled, matcher
         self._text: list[int] = []  # the tokens that the matcher has taken
-        self._ignored = 0  # tokens behind the end of the text, which no matcher has seen
+        self._ignored = 0  # tokens after the end of the text, which no matcher has seen
         self._constraint: Constraint | None = None
 
     @classmethod
@@ -123,7 +123,7 @@ class GuidedGrammar:
         return cls(compiled, compiled.new_matcher(), backend, stats)
 
     def accept_token(self, token: int) -> None:
-        """Advance by one token; tokens behind the end of the text are counted and change nothing.
+        """Advance by one token; tokens after the end of the text are counted and change nothing.
 
         Raises ValueError for a token that the grammar refuses: SGLang ends the request by it.
         """
@@ -155,8 +155,8 @@ class GuidedGrammar:
     def constraint(self) -> Constraint | None:
         """The same position for a proposer to draft from; None where nothing can be drafted.
 
-        It has matchers of its own, which follow this one from call to call. None for a
-        complete text, and where these matchers refuse what this one has taken.
+        It has matchers of its own, which are advanced to this one's position at each call. None
+        for a complete text, and where these matchers refuse what this one has taken.
         """
         if self.is_terminated():
             return None
@@ -201,7 +201,7 @@ class GuidedGrammar:
 
     @staticmethod
     def apply_vocab_mask(logits: Any, vocab_mask: Any) -> None:
-        """Set the logits of forbidden tokens to -inf, in place."""
+        """Set the logits of forbidden tokens to -inf, in-place."""
         # A method there, but one without a use for its object.
         _xgrammar().XGrammarGrammar.apply_vocab_mask(None, logits, vocab_mask)
 

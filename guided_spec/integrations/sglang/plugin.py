@@ -9,7 +9,7 @@ verification, sampling and CUDA graphs. SGLang's side of it is SGLang's own code
 is where drafts come from.
 
 SGLang verifies a tree of a fixed number of nodes for each request. A draft is one chain in it; the
-nodes behind a short draft hang nowhere, so that no verifier comes to them.
+nodes after a short draft have no parent, so that no verifier reaches them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BACKENDS = {
 
 ALGORITHM = "GUIDED_SPEC"
 NUM_NODES = 12
-"""``speculative_num_draft_tokens`` where the server is not told: SGLang's own for n-grams."""
+"""Default of ``speculative_num_draft_tokens``: SGLang's own for n-grams."""
 
 _LARGEST = 65  # nodes of a tree: the last committed token, and 64 draft tokens
 _DEVICES = ("cuda", "cpu", "xpu")  # those of SGLang's n-gram algorithm
@@ -219,7 +219,7 @@ class GuidedAlgorithm:
         return _spec_info().SpeculativeAlgorithm.NGRAM.create_future_map(*args, **kwargs)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set the options that follow from the algorithm; SGLang writes down what is assigned."""
+        """Set the options that the algorithm implies; SGLang records what is assigned."""
         server_args.enable_mixed_chunk = False
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True
@@ -306,18 +306,18 @@ class Drafts:
         self._requests = requests
 
     def synchronize(self) -> None:
-        """Nothing runs beside this."""
+        """Do nothing: no work runs in the background."""
 
     def batch_get(
         self, names: Sequence[str], ends: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Trees:
-        """Draft behind each request's text.
+        """Draft after each request's text.
 
         names: [B] the requests' names. ends: [B] the last ``Drafts.end_length`` tokens of prompt
         and output, or all. lengths: of the texts.
         """
         texts = [
-            self._texts.follow(name, length, _Reader(end, length, request).read)
+            self._texts.update(name, length, _Reader(end, length, request).read)
             for name, end, length, request in zip(names, ends, lengths, self._requests, strict=True)
         ]
         drafts = self._drafter.draft(

@@ -336,8 +336,8 @@ def generate(  # noqa: PLR0913 - transformers hands on those keywords that are n
     complete: see ``SamplingParams``: texts with a grammar end within ``max_new_tokens`` where that
         can be.
     engine_options: further settings of the engine, see ``EngineConfig``. Its ``kernels`` are
-        "stock" unless told: others move the model's weights.
-    call: what transformers prepared. The settings of generate are followed: lengths, end and
+        "stock" by default: others move the model's weights.
+    call: what transformers prepared. The settings of generate are applied: lengths, end and
         padding tokens, ``do_sample`` with temperature, top_k, top_p and min_p, repetition_penalty,
         biases and bans of tokens, num_return_sequences, streamer, return_dict_in_generate. With
         ``tokenizer=``, as of generate itself; None is the one of the model's folder.
@@ -388,7 +388,7 @@ def _one_each(grammar: Grammars | None, num_prompts: int) -> list[GrammarSpec | 
 def _run(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], streamer: Any
 ) -> list[list[int]]:
-    """The new tokens of every text, the samples of a prompt behind one another."""
+    """The new tokens of every text, the samples of a prompt one after another."""
     if streamer is not None:
         return [_stream(llm, prompts[0], params[0], streamer)]
     texts = []

@@ -88,7 +88,7 @@ class Asked(NamedTuple):
     ) -> SamplingParams:
         """Of one prompt, with a seed drawn from torch's generator if the texts are sampled.
 
-        known_ends: the tokens behind which a grammar's text is complete. complete: as of
+        known_ends: the tokens after which a grammar's text is complete. complete: as of
             ``SamplingParams``; of no use without a grammar.
 
         Raises ConfigError where the call has other ends only, and for values out of range.

@@ -2,8 +2,8 @@
 
 In assisted generation transformers calls the same processor for the assistant and for the model,
 over drafts that are then taken back. xgrammar's own processor follows one text, forward only.
-transformers tells a logits processor nothing but token ids. So a text is known by its content: by
-its prompt, and by the tokens behind it that were looked at before.
+transformers passes a logits processor nothing but token ids. So a text is known by its content: by
+its prompt, and by the tokens after it that were seen before.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ KEPT_ROWS = 64  # of a text; more than drafts are long
 
 
 class TrackedText:
-    """One text, and the mask rows along it.
+    """One text, and the mask rows at its positions.
 
     compiled: its grammar, None for free text. vocab_size: V of the grammar's vocabulary.
-    given: the tokens behind the prompt that were last looked at, legal or not, and what is known to
-        follow them.
+    seen: the tokens after the prompt in the last call, legal or not, and any that are known to come
+    after them.
     """
 
     def __init__(self, compiled: CompiledGrammar | None, vocab_size: int) -> None:
-        self.given: list[int] = []
+        self.seen: list[int] = []
         self.compiled = compiled
         self._vocab_size = vocab_size
         self._fork = Fork(compiled.new_matcher(), compiled.excluded) if compiled else None
         self._rows: dict[int, Tensor] = {}  # by the number of tokens before
 
     def copy(self) -> TrackedText:
-        """An independent copy at the same place."""
+        """An independent copy at the same position."""
         copied = TrackedText(self.compiled, self._vocab_size)
-        copied.given = self.given.copy()
+        copied.seen = self.seen.copy()
         copied._rows = self._rows.copy()
         if self._fork is not None and copied._fork is not None:
             copied._fork.matcher = self._fork.matcher.fork()
@@ -59,15 +59,15 @@ class TrackedText:
         return copied
 
     def row(self, token_ids: list[int]) -> Tensor | None:
-        """int32 [W] on the CPU: what may follow these tokens, with the grammar; not to be changed.
+        """int32 [W] on the CPU: the grammar's mask after these tokens; not to be changed.
 
-        None behind the end of the text, and behind a token that the grammar refuses: one of a draft
+        None after the end of the text, and after a token that the grammar refuses: one of a draft
         that is about to be rejected, or padding. None for free text.
 
         Raises GrammarDeadEndError where no token is legal.
         """
-        if common_length(self.given, token_ids) < len(token_ids):
-            self.given = token_ids
+        if common_length(self.seen, token_ids) < len(token_ids):
+            self.seen = token_ids
         if self._fork is None:
             return None
         agreed = common_length(self._fork.token_ids, token_ids)
@@ -95,7 +95,7 @@ class TrackedText:
 
 
 class Generation:
-    """The texts of one call of generate, as they were at the last look.
+    """The texts of one call of generate, as of the last call of the processor.
 
     prompts: [R] of one width, as the first call saw them.
     grammars: [R] None for free texts. vocab_size: V of their vocabulary.
@@ -112,9 +112,9 @@ class Generation:
         self._texts = [TrackedText(grammar, vocab_size) for grammar in grammars]
 
     def holds(self, rows: Sequence[list[int]]) -> bool:
-        """Whether these rows [R] go on here: all their tokens but the last were looked at before.
+        """Whether rows [R] continue the texts: all their tokens but the last were seen before.
 
-        So it is in every kind of decoding: nothing is drawn behind a token that was not looked at.
+        This holds in every kind of decoding: nothing is sampled after a token that was not seen.
         """
         if len(rows) != len(self._texts):
             return False
@@ -123,12 +123,12 @@ class Generation:
             for at, (row, prompt) in enumerate(zip(rows, self._prompts, strict=True))
         )
 
-    def follow(self, rows: Sequence[list[int]]) -> list[Tensor | None]:
-        """Look at rows [R] that ``holds`` admits; returns what ``TrackedText.row`` gives for each.
+    def mask_rows(self, rows: Sequence[list[int]]) -> list[Tensor | None]:
+        """Read rows [R] that ``holds`` admits; returns ``TrackedText.row`` of each.
 
-        Beams change places: a row takes over the text that it goes on from.
+        Beams are reordered: a row takes over the text that it continues.
         """
-        sources = [self._nearest(at, row).place for at, row in enumerate(rows)]
+        sources = [self._nearest(at, row).source for at, row in enumerate(rows)]
         self._texts = [
             self._texts[source] if source == at else self._texts[source].copy()
             for at, source in enumerate(sources)
@@ -137,24 +137,24 @@ class Generation:
         return [text.row(row[self._width :]) for text, row in pairs]
 
     def _nearest(self, at: int, row: list[int]) -> _Nearest:
-        """Which text of the same prompt and grammar the row goes on from: its own if it can."""
+        """Which text of the same prompt and grammar the row continues: its own if it can."""
         tokens = row[self._width :]
-        place, longest = at, common_length(self._texts[at].given, tokens)
+        source, longest = at, common_length(self._texts[at].seen, tokens)
         if longest >= len(tokens) - 1:
             return _Nearest(at, is_known=True)
         for other, text in enumerate(self._texts):
             is_kin = self._prompts[other] == self._prompts[at]
             if is_kin and text.compiled is self._texts[at].compiled:
-                length = common_length(text.given, tokens)
+                length = common_length(text.seen, tokens)
                 if length > longest:
-                    place, longest = other, length
-        return _Nearest(place, is_known=longest >= len(tokens) - 1)
+                    source, longest = other, length
+        return _Nearest(source, is_known=longest >= len(tokens) - 1)
 
 
 class _Nearest(NamedTuple):
-    """place: of the text. is_known: whether it holds all of the row's tokens but the last."""
+    """source: index of the text. is_known: whether it holds all tokens of the row but the last."""
 
-    place: int
+    source: int
     is_known: bool
 
 
@@ -178,15 +178,15 @@ class GrammarLogitsProcessor(LogitsProcessor):
         model.generate(**inputs, logits_processor=[GrammarLogitsProcessor(grammar, tokenizer)])
 
     For greedy search, sampling and beams, for batches, and for all assisted generation: assistant
-    models, prompt lookup, early exit, MTP layers, DFlash. It is told token ids alone, so it knows a
-    text by its content. It may be used for one call of generate after another, by one thread.
+    models, prompt lookup, early exit, MTP layers, DFlash. It gets only token ids, so it identifies
+    a text by its content. It may serve one call of generate after another, in one thread.
 
     Beams are sequences of tokens: where a grammar leaves few texts, several beams may be spellings
     of the same one, so that ``num_return_sequences`` may return a text more than once.
 
     grammar: for all prompts, or a list with one for each; None there leaves that text free.
     tokenizer: of the model whose text it is, not of an assistant.
-    model: names the tokens that end a text besides the tokenizer's own. Best given.
+    model: names the tokens that end a text besides the tokenizer's own. Recommended.
     stop_token_ids: the tokens that end a text, if they are others: what generate gets as
         ``eos_token_id``.
     backend: see ``EngineConfig.grammar_backend``.
@@ -230,13 +230,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
         input_ids: int64 [R, T], the prompts and what follows them, on any device.
         scores: of any width; tokens past the vocabulary are illegal.
 
-        Behind the end of a text only tokens that end it are legal; so, too, behind a token that the
-        grammar refuses, and where the scores are too narrow for any token that it allows.
+        After the end of a text only tokens that end it are legal; the same holds after a token that
+        the grammar refuses, and where the scores are too narrow for any token that it allows.
 
         Raises GrammarDeadEndError where the grammar allows nothing.
         """
         rows = input_ids.tolist()
-        found = self._generation(rows).follow(rows)
+        found = self._generation(rows).mask_rows(rows)
         size, width = self._vocabulary.vocab_size, scores.shape[1]
         bitmask = torch.stack([self._ends if row is None else row for row in found])
         legal = unpack_bitmask(bitmask.to(scores.device), size)

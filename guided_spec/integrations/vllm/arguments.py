@@ -49,7 +49,7 @@ RENAMED = {
 """Options of ``LLM``, and what vLLM calls them."""
 
 _OURS = ("compile_threads", "grammar_cache_bytes", "grammar_limits", "num_draft_tokens")
-# Options that vLLM has no place for: the values that change nothing, and what to do instead.
+# Options that vLLM lacks: the values that change nothing, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_implementation": ((), "pass engine_options={'attention_backend': ...}"),
     "capture": ((True,), "pass engine_options={'enforce_eager': True}"),
@@ -248,7 +248,7 @@ def _require_known(name: str, value: Any, known: Collection[str] | None) -> None
 
 
 def _require_drafts(more: Mapping[str, Any], proposer: str) -> None:
-    """Of the user's own ``speculative_config``: what may stand beside the proposer."""
+    """Raise ConfigError for keys of ``speculative_config`` that clash with the proposer."""
     for name, value in more.items():
         place = f"engine_options['speculative_config'][{name!r}]"
         if name in _TAKEN_OF_DRAFTS:
@@ -270,7 +270,7 @@ def _own_outputs(outputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def require_own_start(arguments: Arguments) -> None:
-    """Raise ConfigError where vLLM would let grammars bind behind reasoning: specs say so."""
+    """Raise ConfigError where vLLM would bind grammars after reasoning: here specs decide that."""
     for options in (arguments.engine, arguments.engine["structured_outputs_config"]):
         parser = options.get("reasoning_parser")
         if parser:
@@ -296,7 +296,7 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class ServeCommand(NamedTuple):
-    """arguments: behind the interpreter. variables: of the environment, beside this one's."""
+    """arguments: after the interpreter. variables: added to this process's environment."""
 
     arguments: list[str]
     variables: dict[str, str]

@@ -61,7 +61,7 @@ class VllmGrammars:
         self.reasoning = Reasoning.of(config, self.tokenizer)
 
     def spec_of(self, sampling_params: Any) -> GrammarSpec | None:
-        """What a request's text must match, from its first token on or behind ``span_of``.
+        """What a request's text must match, from its first token on or after ``span_of``.
 
         None for a free request, and for a grammar that another backend than xgrammar enforces.
         """
@@ -76,7 +76,7 @@ class VllmGrammars:
         return GrammarSpec(kind, source, any_whitespace=is_json and self._any_whitespace)
 
     def span_of(self, sampling_params: Any, prompt: Sequence[int]) -> ReasoningSpan | None:
-        """The reasoning that a request's grammar begins behind; None where there is none."""
+        """The reasoning after which a request's grammar begins; None where there is none."""
         return None if self.reasoning is None else self.reasoning.span(sampling_params, prompt)
 
     def stops_of(self, sampling_params: Any) -> frozenset[int]:

@@ -3,11 +3,11 @@
 vLLM's scheduler fills the masks of a text from a matcher that knows no budget, and cuts the text
 off where its tokens are used up. Here that matcher gets one: near the end of the budget its masks
 keep to tokens from which the text can still be ended, see ``guided_spec.grammar.completion``. What
-drafts behind that is cut by the scheduler, as it cuts any illegal draft.
+drafts after that is cut by the scheduler, as it cuts any illegal draft.
 
-Bound are grammars of xgrammar whose rules can be read and whose shortest text fits. A text behind
-reasoning is not: nobody knows how many tokens the reasoning leaves. Nor is one for which tokens are
-forbidden besides: vLLM forbids them behind the mask, which may have left nothing else.
+This binds grammars of xgrammar whose rules can be read and whose shortest text fits. It does not
+bind a text after reasoning, since the tokens that the reasoning leaves are unknown, nor one with
+other forbidden tokens: vLLM forbids these after the mask, which may have left nothing else.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _stops(grammar: Any) -> tuple[int, ...]:
 
 
 def bind_to_budget(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``StructuredOutputManager._create_grammar``."""
+    """Around ``StructuredOutputManager._create_grammar``: bind the matcher to the token budget."""
 
     @functools.wraps(original)
     def _create_grammar(self: Any, request: Any) -> Any:

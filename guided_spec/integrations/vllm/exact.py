@@ -7,7 +7,7 @@ then decides how the next token is drawn, and legal tokens that the drafter like
 often: with p = (.5, .5) over two legal tokens and q = (.5, 0) over these and .5 on an illegal one,
 the first legal token has probability .75 instead of .5.
 
-Here the first refused token stays where it is. Those behind it are never reached. Greedy drafts are
+Here the first refused token stays where it is. Those after it are never reached. Greedy drafts are
 not drawn, so they are not affected.
 """
 
@@ -47,7 +47,7 @@ def keep_refused_draft(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_refused_in_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``Scheduler.update_draft_token_ids``: a draft is cut behind its first refused token.
+    """Around ``Scheduler.update_draft_token_ids``: a draft is cut after its first refused token.
 
     Without asynchronous scheduling vLLM cuts it before that token, and draws from p there.
     """

@@ -100,8 +100,8 @@ def _written_again(spec: GrammarSpec, source: XGrammarSource) -> GrammarText | N
     return GrammarText("grammar", json_ebnf(text, any_whitespace=any_whitespace))
 
 
-def behind(marker: str, text: GrammarText) -> GrammarText:
-    """The same constraint behind the first ``marker``; the text up to there is free."""
+def grammar_after(marker: str, text: GrammarText) -> GrammarText:
+    """The same constraint after the first ``marker``; the text up to there is free."""
     content: dict[str, Any] = {"type": "grammar", "grammar": text.source}
     if text.kind == "structural_tag":
         content = json.loads(text.source)["format"]
@@ -110,7 +110,7 @@ def behind(marker: str, text: GrammarText) -> GrammarText:
     return GrammarText("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
 
 
-@dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
+@dataclass(frozen=True, eq=False)  # without slots, which would prevent weak references
 class HandedGrammar:
     """A grammar as vLLM enforces it, and the text that vLLM gets; shared by requests.
 
@@ -154,7 +154,7 @@ class HandedGrammar:
 class HandingBackend(DocumentBackend[HandedGrammar]):
     """Rewrites grammars as the backend of this package does, and compiles them as vLLM does.
 
-    grammars: vLLM's. vocabulary: of the texts. markers: for specs that bind behind one.
+    grammars: vLLM's. vocabulary: of the texts. markers: for specs that bind after one.
     """
 
     def __init__(self, grammars: VllmGrammars, vocabulary: Vocabulary, markers: Markers) -> None:
@@ -170,7 +170,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
             return super().compile_document(document)
         marker = self._spell(start)
         whole = super().compile_document(SpecDocument(replace(document.spec, start=None)))
-        text = behind(marker, whole.text)
+        text = grammar_after(marker, whole.text)
         return HandedGrammar(self._compile(text), text)
 
     def enforce(self, document: SpecDocument) -> HandedGrammar:
@@ -189,7 +189,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         if text is None:
             return None
         if spec.start is not None:
-            text = behind(self._spell(spec.start), text)
+            text = grammar_after(self._spell(spec.start), text)
             return HandedGrammar(self._compile(text), text)
         compiled = self._compile(text)
         grammar = with_key_rules(compiled, recipe.keys, self.vocabulary)

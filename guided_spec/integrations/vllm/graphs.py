@@ -1,10 +1,10 @@
 """Steps that read prompts replay one CUDA graph, as steps that only go on with texts do.
 
 In its new model runner vLLM captures a step as one graph where every text has the same number of
-tokens, and layer by layer, with attention outside, where a prompt is read beside. Short texts make
-most steps of the second kind, and the host then launches longer than the GPU computes.
-FlashAttention 3 can be captured for any batch and needs no second way; other attention that says so
-keeps both, since it was not tried.
+tokens, and layer by layer, with attention outside, where the step also reads a prompt. With short
+texts most steps are of the second kind, and the host then launches longer than the GPU computes.
+FlashAttention 3 can be captured for any batch and needs no second path; other attention that claims
+this keeps both, since it was not tried.
 
 vLLM's own mode for that, FULL, is not safe there. A graph is captured for queries as short as its
 tokens shared among its requests, which decides how large a piece of a query the kernel takes; the
@@ -47,7 +47,7 @@ def note_backends(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``resolve_cudagraph_mode_and_sizes``: what is captured in place of vLLM's own mode.
+    """Around ``resolve_cudagraph_mode_and_sizes``: what is captured instead of vLLM's own mode.
 
     Any other mode was chosen by somebody, and stays.
     """

@@ -1,10 +1,9 @@
 """A second opinion on the masks of vLLM's target, where a worker is about to apply them.
 
 vLLM's scheduler fills a mask row for each position of a step, the worker puts them where it sampled
-and verifies. A row may be lost on the way: the scheduler does not name its request, or takes a
-draft for refused that is not the one the worker verifies, or its matcher stands behind another
-text. Where that row is all ones the target writes free text, and where it is another's, tokens that
-its grammar refuses.
+and verifies. A row may be lost in between: the scheduler does not name its request, or refuses a
+draft that is not the one the worker verifies, or its matcher is at another text. Where that row is
+all ones the target writes free text, and where it is another's, tokens that its grammar refuses.
 
 Here the worker looks at the rows first. What forbids nothing is suspect, and so is a first row that
 is not the one of this worker's own grammar, where that stands at the end of the text without
@@ -35,14 +34,14 @@ from guided_spec.integrations.vllm.plugin import (
     requested,
     warn,
 )
-from guided_spec.integrations.vllm.reasoning import TELLS
+from guided_spec.integrations.vllm.reasoning import REPORTS
 from guided_spec.integrations.vllm.requests import (
     NOTES_V1,
     NOTES_V2,
     GrammarRequests,
-    follow_requests,
     note_states,
     requests_of,
+    track_requests,
 )
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import row_allows
@@ -98,13 +97,13 @@ class Guard:
         output: vLLM's GrammarOutput of the step, which is not changed; None where none came.
         """
         self._count_unnamed(step.names)
-        places = {} if output is None else self._places(step, output)
+        starts = {} if output is None else self._row_starts(step, output)
         suspects = {
             name: at
             for at, name in enumerate(step.names)
             if not step.is_reading[at]
             and self.requests.any_grammar([name])
-            and self._is_suspect(name, step, output, places.get(name))
+            and self._is_suspect(name, step, output, starts.get(name))
         }
         if not suspects:
             return output
@@ -112,19 +111,19 @@ class Guard:
         for name, constraint in zip(suspects, self.requests.stand(suspects), strict=True):
             draft = drafts[suspects[name]][: step.num_drafts(name)]
             at, rows = self._rows(name, constraint, draft)
-            start = places.get(name)
+            start = starts.get(name)
             if not len(rows):
                 continue
             if start is None:
                 self._unnamed[name] = len(rows)
                 anew[name] = _Anew(at, rows)
                 continue
-            given = output.grammar_bitmask[start + at : start + at + len(rows)]
-            if wrong := _wrong(given, rows, self._is_wrong):
+            sent = output.grammar_bitmask[start + at : start + at + len(rows)]
+            if wrong := _wrong(sent, rows, self._is_wrong):
                 for reason in wrong:
                     self._count(reason, 1)
                 anew[name] = _Anew(at, rows)
-        return self._mended(step, output, places, anew) if anew else output
+        return self._mended(step, output, starts, anew) if anew else output
 
     def _rows(self, name: str, constraint: Constraint | None, draft: Sequence[int]) -> _Anew:
         """The rows that a grammar has in a step; constraint: as ``GrammarRequests.stand``."""
@@ -142,7 +141,7 @@ class Guard:
             return True
         checked = step.num_drafts(name) + 1
         acceptable = acceptable_drafts(output)
-        if acceptable is not None:  # the worker verifies no draft token behind these
+        if acceptable is not None:  # the worker verifies no draft token after these
             at = output.structured_output_request_ids.index(name)
             checked = min(checked, acceptable[at] + 1)
         rows = output.grammar_bitmask[start : start + checked]
@@ -154,7 +153,7 @@ class Guard:
     def _size(self, step: Step, name: str) -> int:
         return self._block or step.num_drafts(name) + 1
 
-    def _places(self, step: Step, output: Any) -> dict[str, int]:
+    def _row_starts(self, step: Step, output: Any) -> dict[str, int]:
         """Where the rows of each request that ``output`` names begin."""
         names, starts = output.structured_output_request_ids, [0]
         for name in names:
@@ -162,7 +161,7 @@ class Guard:
         return dict(zip(names, starts, strict=False))
 
     def _mended(
-        self, step: Step, output: Any, places: Mapping[str, int], anew: Mapping[str, _Anew]
+        self, step: Step, output: Any, starts: Mapping[str, int], anew: Mapping[str, _Anew]
     ) -> Any:
         """A copy of ``output`` with these rows."""
         output = _empty_output(self._words) if output is None else copy.copy(output)
@@ -170,7 +169,7 @@ class Guard:
         acceptable = acceptable_drafts(output)
         acceptable = None if acceptable is None else [*acceptable]
         for name, (at, rows) in anew.items():
-            start = places.get(name)
+            start = starts.get(name)
             if start is None:
                 names.append(name)
                 block = np.full((self._size(step, name), self._words), -1, dtype=np.int32)
@@ -202,9 +201,9 @@ class Guard:
 
 
 def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows:
-    """int32 [<= len(draft) + 1, W]: what may come behind the text and each legal draft token.
+    """int32 [<= len(draft) + 1, W]: masks after the text and after each legal draft token.
 
-    One row where the text can go on no further, all ones. The fork ends where it stood.
+    One row of all ones where the text cannot go on. The fork is rolled back to its position.
     """
     fork = constraint.fork()
     rows = np.full((len(draft) + 1, words), -1, dtype=np.int32)
@@ -221,21 +220,21 @@ def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows
     return rows[: max(1, count)]
 
 
-def _wrong(given: Rows, rows: Rows, is_wrong: Callable[[Rows, Rows], bool]) -> list[str]:
-    """Why each of the given rows that is wrong is so: it is missing, all ones, or stale."""
-    pairs = zip(given, rows, strict=True)
+def _wrong(sent: Rows, rows: Rows, is_wrong: Callable[[Rows, Rows], bool]) -> list[str]:
+    """Why each wrong row of the scheduler's is wrong: "missing" (all ones), or "stale"."""
+    pairs = zip(sent, rows, strict=True)
     return [
         "missing" if (one == -1).all() else "stale" for one, right in pairs if is_wrong(one, right)
     ]
 
 
-def _is_other(given: Rows, right: Rows) -> bool:
-    return not np.array_equal(given, right)
+def _is_other(sent: Rows, right: Rows) -> bool:
+    return not np.array_equal(sent, right)
 
 
-def _lets_through(given: Rows, right: Rows) -> bool:
+def _lets_through(sent: Rows, right: Rows) -> bool:
     """Whether rows allow what the grammar forbids, or nothing; budgets of texts forbid more."""
-    return bool((given & ~right).any() or not (given & right).any())
+    return bool((sent & ~right).any() or not (sent & right).any())
 
 
 def _counter() -> Any:
@@ -275,7 +274,7 @@ def _take_up(runner: Any) -> None:
         warn("guard is off: with a KV connector tokens may be taken back")
     else:
         owners = (getattr(runner, "drafter", None), getattr(runner, "speculator", None))
-        guard = Guard(requests_of(*owners) or follow_requests(runner, config), config)
+        guard = Guard(requests_of(*owners) or track_requests(runner, config), config)
         log("the masks of the target are guarded")
     setattr(runner, _PLACE, guard)
 
@@ -291,7 +290,7 @@ def guard_masks_v1(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        _take_up(self)  # vLLM's runner for CPUs loads its model in a way of its own
+        _take_up(self)  # vLLM's runner for CPUs loads its model by a method of its own
         guard, state = guard_of(self), self.execute_model_state
         if guard is not None and state is not None and state.logits is not None:
             note_states(self, guard.requests)
@@ -381,7 +380,7 @@ _V2_PATCHES = (
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-PATCHES = (in_workers("guard", WORKER_PATCHES), *TELLS)
+PATCHES = (in_workers("guard", WORKER_PATCHES), *REPORTS)
 PARTS = {
     "old runner": (*PATCHES, *_V1_PATCHES),
     "new runner": (*PATCHES, *_V2_PATCHES),

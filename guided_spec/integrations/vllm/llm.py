@@ -235,7 +235,7 @@ class VllmRunner:
         job, handed = request.job, await _grammar(request.job)
         params = _params(self.setup, job, None if handed is None else handed.text)
         if handed is not None:
-            _require_capacity(job, handed)
+            _require_budget(job, handed)
             request.bind(handed.ending_with(self.setup.handed.stops_of(params)))
         prompt: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)}
         if job.params.cache_salt is not None:
@@ -243,7 +243,7 @@ class VllmRunner:
         request.state = State.DECODE
         request.stats.start()
         if job.params.seed is None:
-            request.stats.seed = 0  # vLLM draws it and does not tell
+            request.stats.seed = 0  # vLLM draws it and does not report it
         async with aclosing(self._engine.generate(prompt, params, next(self._names))) as outputs:
             async for output in outputs:
                 _take(request, output, self.setup)
@@ -264,11 +264,11 @@ async def _grammar(job: Job) -> HandedGrammar | None:
     return handed
 
 
-def _require_capacity(job: Job, handed: HandedGrammar) -> None:
+def _require_budget(job: Job, handed: HandedGrammar) -> None:
     """Raise BudgetTooSmallError, as our own engine does, for texts that are all too long."""
-    room = min(job.params.max_tokens, job.max_length - len(job.prompt_ids))
-    if handed.least > room and job.params.complete is not False:
-        raise BudgetTooSmallError(room, handed.least)
+    budget = min(job.params.max_tokens, job.max_length - len(job.prompt_ids))
+    if handed.least > budget and job.params.complete is not False:
+        raise BudgetTooSmallError(budget, handed.least)
 
 
 def _params(setup: VllmSetup, job: Job, text: GrammarText | None) -> Any:

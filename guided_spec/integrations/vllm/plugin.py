@@ -91,7 +91,7 @@ def register() -> None:
     root = installed_root() if names else None
     if root is None:
         return
-    _carry_to_ray(root)
+    _send_to_ray(root)
     release = f"vLLM {installed_version()}"
     parts = {}
     for name in names:
@@ -116,7 +116,7 @@ def label(feature: str, part: str) -> str:
     return f"{feature} ({part})" if part else feature
 
 
-def _carry_to_ray(root: Path) -> None:
+def _send_to_ray(root: Path) -> None:
     """Let the processes that vLLM starts on Ray have the variable: vLLM copies those it knows.
 
     Its newer executor leaves a node the value that it has; ``ON_RAY`` is for that one.
@@ -131,15 +131,15 @@ def _carry_to_ray(root: Path) -> None:
 def start_with_variable(original: Callable[..., None]) -> Callable[..., None]:
     """Around ``Executor.__init__``: its workers on Ray start with this process's variable.
 
-    Ranks of one model must draft alike, whatever Ray's nodes were started with.
+    Ranks of one model must draft the same tokens, whatever Ray's nodes were started with.
     """
 
     @functools.wraps(original)
     def __init__(self: Any, vllm_config: Any) -> None:
         config = vllm_config.parallel_config
-        given = config.ray_runtime_env or {}
-        variables = {**given.get("env_vars", {}), VARIABLE: os.environ.get(VARIABLE, "")}
-        config.ray_runtime_env = {**given, "env_vars": variables}
+        runtime_env = config.ray_runtime_env or {}
+        variables = {**runtime_env.get("env_vars", {}), VARIABLE: os.environ.get(VARIABLE, "")}
+        config.ray_runtime_env = {**runtime_env, "env_vars": variables}
         original(self, vllm_config)
 
     return __init__
@@ -187,7 +187,7 @@ def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
 def keep_to_one_thread() -> None:
     """Let torch compute in one thread on the host of a GPU, as vLLM does where it has more workers.
 
-    With more, all of them wait in a loop behind each copy of a step's masks, and the thread that
+    With more, all of them wait in a loop after each copy of a step's masks, and the thread that
     launches kernels shares its core. Changes nothing where ``THREADS`` is set.
     """
     torch: Any = importlib.import_module("torch")  # here: most processes need no more than a look

@@ -22,7 +22,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.vllm.backend import GRAMMARS
 from guided_spec.integrations.vllm.plugin import around_drafting, install
-from guided_spec.integrations.vllm.reasoning import REASONING, TELLS
+from guided_spec.integrations.vllm.reasoning import REASONING, REPORTS
 from guided_spec.integrations.vllm.requests import STATES_V1, GrammarRequests, note_states
 
 
@@ -66,7 +66,7 @@ class GuidedProposer:
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft behind the tokens that vLLM has just committed.
+        """Draft after the tokens that vLLM has just committed.
 
         sampled_token_ids: [B] the new tokens of each request; empty while its prompt is read.
         num_tokens_no_spec: [>= B] the length of each request's text.
@@ -105,6 +105,6 @@ PATCHES = (
     around_drafting(show_requests),
     *GRAMMARS,
     *REASONING,
-    *TELLS,
+    *REPORTS,
     *STATES_V1,
 )

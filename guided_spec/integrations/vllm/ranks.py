@@ -1,4 +1,4 @@
-"""What the ranks that share a model agree on: each has its own drafter, and all must draft alike.
+"""What ranks of one model agree on: each has its own drafter, and all must draft the same tokens.
 
 A rank makes its tables in its own time. So each says what it could do, as one number, and all do
 what all can do.
@@ -30,17 +30,17 @@ class Ranks(Protocol):
     def agree(self, marks: Sequence[int]) -> list[int]:
         """[n] what all ranks do of n things that each says something of.
 
-        marks: [n], ``NEVER``, ``LATER``, or a positive number, by which a rank tells what it has
-            for it. ``NEVER`` too where ranks have different things.
+        marks: [n], ``NEVER``, ``LATER``, or a positive number that identifies what the rank has.
+        ``NEVER`` too where ranks have different things.
         """
         ...
 
 
 class OneRank:
-    """Does what it can."""
+    """A single rank, which agrees with itself."""
 
     def agree(self, marks: Sequence[int]) -> list[int]:
-        """See ``Ranks``."""
+        """The marks as they are, see ``Ranks.agree``."""
         return [*marks]
 
 
@@ -51,7 +51,7 @@ class RankGroup:
         self._group = group
 
     def agree(self, marks: Sequence[int]) -> list[int]:
-        """See ``Ranks``."""
+        """[n] what all ranks of the group do, see ``Ranks.agree``."""
         both = torch.tensor([*marks, *(-mark for mark in marks)])
         distributed.all_reduce(both, distributed.ReduceOp.MIN, self._group)
         least, most = both[: len(marks)], -both[len(marks) :]

@@ -1,8 +1,8 @@
 """Where a request's reasoning ends, so that its grammar begins: as vLLM's scheduler finds it.
 
 With a reasoning parser, and without ``enable_in_reasoning``, a grammar of vLLM's binds from the
-token behind the reasoning on. vLLM's parser says where that is, and it may depend on what the front
-end told of the request. Only the scheduler hears that; here it is written where workers read it.
+token after the reasoning on. vLLM's parser says where that is, and it may depend on what the front
+end said of the request. Only the scheduler gets that; here it is written where workers read it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from guided_spec.integrations.patches import OneOf, Patch
 
-_TOLD = "guided_spec_reasoning"  # in the extra_args of a request's SamplingParams
+_REPORTED = "guided_spec_reasoning"  # in the extra_args of a request's SamplingParams
 _MANAGER = "vllm.v1.structured_output"
 
 
 class Bounds(NamedTuple):
-    """Places in a list of tokens, one more than its length where the reasoning goes on behind it.
+    """Positions in a list of tokens, one more than its length where the reasoning goes on after it.
 
     grammar: the first token that the grammar reads. masks: the first that it forbids some of. The
     two differ where a token of the grammar's own ends the reasoning: it was drawn freely.
@@ -53,7 +53,7 @@ class Reasoning:
 
     def span(self, sampling_params: Any, prompt: Sequence[int]) -> ReasoningSpan | None:
         """The reasoning of a request; None where it has ended already."""
-        has_ended, options = (sampling_params.extra_args or {}).get(_TOLD, (None, None))
+        has_ended, options = (sampling_params.extra_args or {}).get(_REPORTED, (None, None))
         parser = self._parser(tokenizer=self._tokenizer, **(options or {}))
         if has_ended is None:
             has_ended = parser.is_reasoning_end([*prompt])
@@ -90,7 +90,7 @@ class ReasoningSpan:
         return ReasoningSpan(self._parser, self._prompt)
 
     def bounds(self, before: list[int], tokens: list[int]) -> Bounds:
-        """Where in ``tokens``, behind the text ``before``, the reasoning ends."""
+        """Where in ``tokens``, which come after the text ``before``, the reasoning ends."""
         manager: Any = importlib.import_module(_MANAGER).StructuredOutputManager
         if hasattr(manager, "should_advance"):
             return self._bounds_by_token(before, tokens)
@@ -117,23 +117,23 @@ class ReasoningSpan:
         return Bounds(end - 1, end - 1)
 
 
-def tell_reasoning(original: Callable[..., None]) -> Callable[..., None]:
-    """Around ``StructuredOutputManager.grammar_init``: workers hear what the scheduler was told."""
+def report_reasoning(original: Callable[..., None]) -> Callable[..., None]:
+    """Around ``StructuredOutputManager.grammar_init``: pass on what the scheduler knows."""
 
     @functools.wraps(original)
     def grammar_init(self: Any, request: Any) -> None:
-        told = request.structured_output_request
-        if told is not None and self.reasoner_cls is not None:
+        asked = request.structured_output_request
+        if asked is not None and self.reasoner_cls is not None:
             params = request.sampling_params
-            known = (told.reasoning_ended, told.reasoning_parser_kwargs)
-            params.extra_args = {**(params.extra_args or {}), _TOLD: known}
+            known = (asked.reasoning_ended, asked.reasoning_parser_kwargs)
+            params.extra_args = {**(params.extra_args or {}), _REPORTED: known}
         original(self, request)
 
     return grammar_init
 
 
-TELLS = (
-    Patch(_MANAGER, "StructuredOutputManager.grammar_init", "self request", tell_reasoning),
+REPORTS = (
+    Patch(_MANAGER, "StructuredOutputManager.grammar_init", "self request", report_reasoning),
     Patch(_MANAGER, "StructuredOutputManager", attributes="reasoner_cls"),
     Patch("vllm.v1.structured_output.request", "StructuredOutputRequest",
           attributes="reasoning_ended reasoning_parser_kwargs"),

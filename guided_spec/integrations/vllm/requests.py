@@ -1,8 +1,7 @@
 """The requests of one vLLM worker that asked for a grammar, and the tokens they have committed.
 
-The grammars that are enforced live in the scheduler's process. What is kept here follows the tokens
-that this worker sampled, in steps that draft and in those that do not; it is given up where it
-stops to fit.
+The grammars that are enforced live in the scheduler's process. Those here are advanced by tokens
+that this worker sampled, in steps with and without drafts, and dropped once they no longer fit.
 
 A worker never sees the scheduler's grammars, but what each request asked for. That is compiled here
 by vLLM's own xgrammar backend with the same settings, so what is forced here is forced there.
@@ -33,7 +32,7 @@ from guided_spec.integrations.vllm.backend import (
     VllmGrammars,
     ending_with,
 )
-from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.drafts.tabled_requests import TabledRequests
 from guided_spec.integrations.vllm.ranks import LATER, NEVER, OneRank, Ranks
 from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, ReasoningSpan
 from guided_spec.masks.constraint import Constraint
@@ -45,7 +44,7 @@ _logger = logging.getLogger("vllm.guided_spec")
 class ShadowConstraint:
     """The constraint of one running request, of which only the committed tokens are known.
 
-    It may lag behind, or be lost: the request then goes on without it, and vLLM's log says why.
+    It may lag, or be lost: the request then goes on without it, and vLLM's log says why.
 
     future: its grammar, which is compiled in the background. stops: as of
     ``VllmGrammars.stops_of``.
@@ -59,15 +58,15 @@ class ShadowConstraint:
         self._constraint: Constraint | None = None
         self._is_lost = False
 
-    def follow(self, text: Sequence[int], start: int = 0, *, waits: bool) -> Constraint | None:
-        """Where the grammar stands at the end of the committed tokens.
+    def update(self, text: Sequence[int], start: int = 0, *, waits: bool) -> Constraint | None:
+        """Advance the grammar to the end of the committed tokens and return its constraint.
 
         text: these are all from ``start`` on; of them only what is new is read. waits: whether to
         wait for the grammar.
 
         None while its grammar compiles, once its text is complete, and after it was lost: when the
         grammar does not compile or refuses a token. Text that does not go on from what came before
-        is followed from its beginning.
+        is read from its beginning.
         """
         if self._is_lost or not (waits or self._future.done()):
             return None
@@ -99,7 +98,7 @@ class ShadowConstraint:
         return self._future.done()
 
     def _grammar(self) -> CompiledGrammar:
-        """What the host follows its text by.
+        """The grammar by which the host reads the text.
 
         No table, also where there is one: ranks that share a model have theirs at different times,
         and a table that was made of the printed grammar may forbid a little more, or less.
@@ -132,7 +131,7 @@ class GrammarRequests:
 
     config: vLLM's VllmConfig. With tensor parallelism a grammar is waited for where it is first
         needed: every rank must draft the same tokens, and so have it from the same step on.
-    has_tables: whether grammars get tables, for ``walk_with``.
+    has_tables: whether grammars get tables, for ``use_tables``.
 
     What is recorded of the texts, and when, depends on no clock: ranks do the same in each step.
 
@@ -149,7 +148,7 @@ class GrammarRequests:
         self._num_ahead = config.parallel_config.pipeline_parallel_size
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
-        self._walks: Walks | None = None
+        self._tabled: TabledRequests | None = None
         self._ranks: Ranks = OneRank()
         self._new_slots = itertools.count()
         self._release: Callable[[Sequence[int]], None] | None = None
@@ -171,10 +170,10 @@ class GrammarRequests:
         output: Iterable[int],
         prompt: Sequence[int] = (),
     ) -> None:
-        """A request begins, or goes on after it was preempted, behind its ``output`` tokens.
+        """A request begins, or resumes after a preemption, after its ``output`` tokens.
 
-        ``begin_walks`` follows, once for all that begin. prompt: its tokens; empty where it was
-        passed as embeddings.
+        Call ``begin_tables`` after it, once for all that begin. prompt: its tokens; empty where it
+        was passed as embeddings.
         """
         self._forget(name)
         text, slot = [*prompt, *output], next(self._new_slots)
@@ -187,23 +186,23 @@ class GrammarRequests:
             asked.shadow = ShadowConstraint(asked.pending.future, stops)
             asked.span = self._grammars.span_of(sampling_params, prompt)
 
-    def begin_walks(self, names: Iterable[str]) -> None:
-        """Of these requests, those that can on all ranks walk along their tables from here on.
+    def begin_tables(self, names: Iterable[str]) -> None:
+        """From now on, those of these requests that can on all ranks advance in their tables.
 
         What they committed has been recorded, or they have begun just now. All ranks ask about the
         same ones: whether a rank has a table does not count there.
         """
-        walks = self._walks
-        if walks is None:
+        tabled = self._tabled
+        if tabled is None:
             return
-        names = [name for name in names if self._may_walk(name)]
+        names = [name for name in names if self._may_use_table(name)]
         if not names:
             return
-        marks = self._ranks.agree([self._begin_walk(name, walks) for name in names])
+        marks = self._ranks.agree([self._begin_table(name, tabled) for name in names])
         for name, mark in zip(names, marks, strict=True):
-            self._asked[name].may_walk = mark != NEVER
+            self._asked[name].may_use_table = mark != NEVER
             if mark <= LATER:
-                walks.forget(name)
+                tabled.forget(name)
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -211,8 +210,8 @@ class GrammarRequests:
         Only what is new is read, where the output still ends as it did.
         """
         self._drop_noted(name)
-        if self._walks is not None:  # it begins anew behind what is stated
-            self._walks.forget(name)
+        if self._tabled is not None:  # it begins again after the stated tokens
+            self._tabled.forget(name)
         asked = self._asked[name]
         asked.stated = output
         text, start = asked.text, asked.prompt_length
@@ -221,7 +220,7 @@ class GrammarRequests:
             del text[start:]
             asked.shadow = asked.shadow and asked.shadow.again()
             asked.span = asked.span and asked.span.again()
-            asked.may_walk = True
+            asked.may_use_table = True
         text.extend(output[len(text) - start :])
         asked.sure = len(text)
 
@@ -234,12 +233,12 @@ class GrammarRequests:
         """Whether this very list was the last to be added or stated for a request."""
         return self._asked[name].stated is output
 
-    def walk_with(self, walks: Walks, ranks: Ranks) -> None:
-        """Requests whose grammars have tables walk along them from now on.
+    def use_tables(self, tabled: TabledRequests, ranks: Ranks) -> None:
+        """Let requests whose grammars have tables advance in them from now on.
 
         ranks: those that do so in the same steps.
         """
-        self._walks, self._ranks = walks, ranks
+        self._tabled, self._ranks = tabled, ranks
 
     def any_grammar(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar."""
@@ -247,8 +246,8 @@ class GrammarRequests:
         return any(one is not None and one.shadow is not None for one in asked)
 
     def any_on_host(self, names: Iterable[str]) -> bool:
-        """Whether one of the requests asked for a grammar, and does not walk along its table."""
-        return self.any_grammar(name for name in names if not self._walks_now(name))
+        """Whether one of the requests asked for a grammar and does not use its table."""
+        return self.any_grammar(name for name in names if not self._is_tabled(name))
 
     def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
@@ -257,8 +256,8 @@ class GrammarRequests:
         """
         if not self.any_grammar(names):
             return
-        if self._walks is not None:
-            self._walks.commit(names, token_ids, num_tokens)
+        if self._tabled is not None:
+            self._tabled.commit(names, token_ids, num_tokens)
         while len(self._noted) > self._num_ahead:
             self._record_first()
         counts = num_tokens.view(-1, 1).to(token_ids.dtype)
@@ -266,31 +265,31 @@ class GrammarRequests:
         self._noted.append(_Noted([*names], Download(packed)))
 
     def commit(self, names: Sequence[str]) -> list[Constraint | None]:
-        """[B] where each request's grammar stands behind all that was noted; waits for it.
+        """[B] each request's constraint after all noted tokens; waits for these.
 
         None for a free request, one that still reasons, one without tokens in the last step that
         was noted (its prompt is still read), and one whose grammar is not compiled yet, is
-        complete, or does not fit its tokens; and for one that walks, now or from here on.
+        complete, or does not fit its tokens; and for one that uses its table, now or from now on.
         """
         written = self._record()
-        self.begin_walks(name for name in names if name in written)
-        is_here = [name in written and not self._walks_now(name) for name in names]
+        self.begin_tables(name for name in names if name in written)
+        is_here = [name in written and not self._is_tabled(name) for name in names]
         return [
-            self._follow(name, waits=self._waits) if is_one else None
+            self._update(name, waits=self._waits) if is_one else None
             for name, is_one in zip(names, is_here, strict=True)
         ]
 
     def stand(self, names: Iterable[str]) -> list[Constraint | None]:
-        """[B] where each request's grammar stands behind all that was noted; waits for both.
+        """[B] each request's constraint after all noted tokens; waits for these and the grammars.
 
         None for a free request, one that still reasons, and one whose grammar is complete or does
         not fit its tokens.
         """
         self._record()
-        return [self._follow(name, waits=True) for name in names]
+        return [self._update(name, waits=True) for name in names]
 
     def begins_in(self, name: str, draft: Sequence[int]) -> Beginning | None:
-        """Where the grammar of a request would begin if it wrote this draft, behind ``stand``.
+        """Where the grammar of a request would begin if it wrote this draft; after ``stand``.
 
         None where the draft does not end its reasoning, and for a request that does not reason.
         """
@@ -300,7 +299,7 @@ class GrammarRequests:
         bounds = asked.span.bounds(list(asked.text), list(draft))
         if bounds.masks > len(draft):
             return None
-        constraint = asked.shadow.follow(asked.text, len(asked.text), waits=True)
+        constraint = asked.shadow.update(asked.text, len(asked.text), waits=True)
         return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
@@ -310,7 +309,7 @@ class GrammarRequests:
         """
         while any(name in noted.names for noted in self._noted):
             self._record_first()
-        return self._follow(name, waits=self._waits)
+        return self._update(name, waits=self._waits)
 
     def on_host(
         self,
@@ -318,7 +317,7 @@ class GrammarRequests:
         constraints: Sequence[Constraint | None],
         limits: Sequence[int],
     ) -> list[HostRequest]:
-        """[B] as a drafter on the host sees them, behind what was recorded.
+        """[B] the requests for a drafter on the host, after all that was recorded.
 
         constraints: [B] where they stand. limits: [B] draft tokens at most; 0 for one that is not
         drafted for, whose text is empty.
@@ -333,7 +332,7 @@ class GrammarRequests:
         return found
 
     def at_end(self, release: Callable[[Sequence[int]], None]) -> None:
-        """Whom to tell the slot of a request that ends or begins anew."""
+        """Set the function that is called with the slot of a request that ends or begins again."""
         self._release = release
 
     def keep(self, names: Container[str]) -> None:
@@ -357,40 +356,45 @@ class GrammarRequests:
             if name in self._asked and new:
                 self._asked[name].text.extend(new)
                 written.add(name)
-                if self._walks is not None:
-                    self._walks.read(name, new)
+                if self._tabled is not None:
+                    self._tabled.read(name, new)
         return written
 
-    def _walks_now(self, name: str) -> bool:
-        return self._walks is not None and name in self._walks
+    def _is_tabled(self, name: str) -> bool:
+        return self._tabled is not None and name in self._tabled
 
-    def _may_walk(self, name: str) -> bool:
-        """Whether a request that does not walk may begin to, as far as all ranks know."""
+    def _may_use_table(self, name: str) -> bool:
+        """Whether a request may begin to use its table, as far as all ranks know."""
         asked = self._asked.get(name)
-        if asked is None or asked.shadow is None or not asked.may_walk or self._walks_now(name):
+        if (
+            asked is None
+            or asked.shadow is None
+            or not asked.may_use_table
+            or self._is_tabled(name)
+        ):
             return False
         return asked.start is not None and not asked.is_over
 
-    def _begin_walk(self, name: str, walks: Walks) -> int:
-        """Begin on this rank, if it can; returns what it tells the others, see ``Ranks``."""
+    def _begin_table(self, name: str, tabled: TabledRequests) -> int:
+        """Begin on this rank, if it can; returns its mark for the other ranks, see ``Ranks``."""
         asked = self._asked[name]
         assert asked.shadow is not None
         if not asked.shadow.is_compiled:
             return LATER
-        tabled = asked.shadow.tabled
-        if tabled is None or tabled.reason is not None:
+        grammar = asked.shadow.tabled
+        if grammar is None or grammar.reason is not None:
             return NEVER
         return (
             LATER
-            if tabled.table is None
-            else walks.begin(name, tabled.table, asked.text[asked.start :])
+            if grammar.table is None
+            else tabled.begin(name, grammar.table, asked.text[asked.start :])
         )
 
-    def _follow(self, name: str, *, waits: bool) -> Constraint | None:
+    def _update(self, name: str, *, waits: bool) -> Constraint | None:
         asked = self._asked[name]
         if asked.shadow is None or asked.is_over or (start := asked.start) is None:
             return None
-        return asked.shadow.follow(asked.text, start, waits=waits)
+        return asked.shadow.update(asked.text, start, waits=waits)
 
     def _forget(self, name: str) -> None:
         asked = self._asked.pop(name, None)
@@ -398,8 +402,8 @@ class GrammarRequests:
             asked.pending.release()
         if asked is not None and self._release is not None:
             self._release([asked.slot])
-        if self._walks is not None:
-            self._walks.forget(name)
+        if self._tabled is not None:
+            self._tabled.forget(name)
         self._drop_noted(name)
 
     def _drop_noted(self, name: str) -> None:
@@ -418,7 +422,7 @@ class Beginning(NamedTuple):
 class _Noted(NamedTuple):
     """What a step sampled, int [B, 1 + width]: how many tokens, and these.
 
-    names: None for a request whose tokens are known in another way.
+    names: None for a request whose tokens are known from elsewhere.
     """
 
     names: list[str | None]
@@ -432,7 +436,7 @@ class _Asked:
 
     text: prompt and output, the first ``prompt_length`` tokens the prompt, and the first ``sure``
     ones as vLLM stated them. slot: unlike any other.
-    may_walk: False once it is sure that the text leads along no table.
+    may_use_table: False once it is sure that no table holds the text.
     shadow, pending: None for free text. span: the reasoning in front of the grammar's part of the
     output; None where there is none.
     """
@@ -443,7 +447,7 @@ class _Asked:
     prompt_length: int
     sure: int
     slot: int
-    may_walk: bool = True
+    may_use_table: bool = True
     shadow: ShadowConstraint | None = None
     pending: PendingGrammar | None = None
     span: ReasoningSpan | None = None
@@ -455,8 +459,8 @@ class _Asked:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are more tokens than were asked for. The scheduler drops those behind, for
-        which it has no masks: steps that were on their way already may sample anything there."""
+        """Whether there are more tokens than were asked for. The scheduler drops the rest, for
+        which it has no masks: steps already launched may sample anything there."""
         most = self.sampling_params.max_tokens
         return most is not None and len(self.text) - self.prompt_length > most
 
@@ -464,8 +468,8 @@ class _Asked:
 _PLACE = "guided_spec_requests"  # on what they belong to, so that the two go together
 
 
-def follow_requests(owner: Any, config: Any, *, has_tables: bool = False) -> GrammarRequests:
-    """The requests of a worker, noted from now on; hang on a drafter or a model runner.
+def track_requests(owner: Any, config: Any, *, has_tables: bool = False) -> GrammarRequests:
+    """Attach a ``GrammarRequests`` to a drafter or a model runner of a worker, and return it.
 
     Raises ModelError as ``GrammarRequests`` does.
     """
@@ -519,7 +523,7 @@ def note_states(runner: Any, requests: GrammarRequests) -> None:
             added.append(name)
         elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
             requests.restate(name, output)
-    requests.begin_walks(added)
+    requests.begin_tables(added)
 
 
 def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -539,7 +543,7 @@ def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
                     new.prefill_token_ids[prompt_len:],
                 )
                 requests.add(new.req_id, new.sampling_params, output, prompt)
-            requests.begin_walks([new.req_id for new in scheduler_output.scheduled_new_reqs])
+            requests.begin_tables([new.req_id for new in scheduler_output.scheduled_new_reqs])
         return result
 
     return add_requests
@@ -563,7 +567,7 @@ def note_sampled_v2(original: Callable[..., Any]) -> Callable[..., Any]:
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
 
-# What the requests of each runner are followed by.
+# What requests of each runner are tracked by.
 STATES_V1 = (
     Patch(_V1, "GPUModelRunner", attributes="input_batch requests use_async_scheduling"),
     Patch("vllm.v1.worker.gpu_input_batch", "CachedRequestState", attributes="prompt_token_ids"),

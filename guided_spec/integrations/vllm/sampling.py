@@ -146,7 +146,7 @@ def to_vllm(job: Job, text: GrammarText | None, vocabulary: Vocabulary, *, in_pa
         )
     except Exception as error:  # a class of its own in newer releases, ValueError before
         raise ConfigError("params", params, f"vLLM refuses it: {error}") from error
-    if job.bad_words:  # spelled here; vLLM spells words its own way, and takes no token ids
+    if job.bad_words:  # spelled here; vLLM spells words differently, and takes no token ids
         made._bad_words_token_ids = [list(word) for word in job.bad_words]
     return made
 

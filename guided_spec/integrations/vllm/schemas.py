@@ -1,7 +1,7 @@
 """JSON schemas that cannot be enforced in full, refused where vLLM checks a request.
 
 vLLM hands a schema to its grammar backend, which drops what it cannot express. Here such a request
-fails instead, with the keywords and what to write in their place.
+fails instead, with the keywords and what to write instead of them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the paths of the interface take and answer: bodies, replies, and what runs between."""
+"""The paths of the interface: their bodies, their replies, and what runs in between."""

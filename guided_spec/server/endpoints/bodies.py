@@ -1,7 +1,7 @@
 """What clients send: OpenAI's requests, with vLLM's additions.
 
-A field that is not here is refused by name, because leaving it out might change the answer. One
-that is null asks for nothing: many clients send those that their users left out.
+A field that is not here is refused by name, because ignoring it might change the text. A field that
+is null asks for nothing: many clients send those that their users left out.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SamplingBody(_Body):
 
 
 class ChatBody(SamplingBody):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     messages: _Objects = Field(min_length=1)
     tools: _Objects | None = None
@@ -154,7 +154,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: str | _AllTexts | _AllTokens | Annotated[list[_AllTokens], _First]
     echo: bool | None = None

@@ -45,7 +45,7 @@ from guided_spec.server.streaming import event
 
 
 class ChatRun:
-    """One conversation on its way through the engine, for any endpoint."""
+    """One conversation in the engine, for any endpoint."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         self._service = service
@@ -54,7 +54,7 @@ class ChatRun:
         self.num_samples = body.n or 1
         service.require_model(body.model)
         asked = body.model or service.model_name
-        current_span().tell_request(asked, is_streamed=bool(body.stream))
+        current_span().record_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self.num_samples)
 
     async def requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
@@ -86,7 +86,7 @@ class ChatRun:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """Tokens of the request so far."""
         return Usage.of(self._tally)
 
     def _prepare(self, grammar: Any) -> ChatRequest:
@@ -118,7 +118,7 @@ class ChatRun:
         return service.llm.prepare_chat(messages, body.tools or None, **options)
 
 
-class ChatAnswer:
+class ChatHandler:
     """One request of the endpoint. Raises ApiError for one that cannot be served."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
@@ -134,7 +134,7 @@ class ChatAnswer:
         }
 
     async def whole(self) -> ChatReply:
-        """The answer, once all of it is there."""
+        """The whole reply, once it is complete."""
         found: dict[int, ChatChoice] = {}
         async with aclosing(self._run.requests()) as chunks:
             async for request, chunk in chunks:
@@ -148,7 +148,7 @@ class ChatAnswer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer, as it is written."""
+        """The reply as server-sent events, as it is generated."""
         streams: dict[int, ChatStream] = {}
         async with aclosing(self._run.requests()) as chunks:
             async for request, chunk in chunks:

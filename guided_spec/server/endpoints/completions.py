@@ -41,7 +41,7 @@ class _Asked(NamedTuple):
     params: SamplingParams
 
 
-class CompletionAnswer:
+class CompletionHandler:
     """One request of the endpoint. Raises ApiError for one that cannot be served."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
@@ -60,7 +60,7 @@ class CompletionAnswer:
         }
         service.require_model(body.model)
         asked = body.model or service.model_name
-        current_span().tell_request(asked, is_streamed=bool(body.stream))
+        current_span().record_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self._n * len(self._prompts))
         if body.best_of not in (None, self._n):
             _refuse("best_of", body.best_of, "this server takes none but n")
@@ -68,7 +68,7 @@ class CompletionAnswer:
             _refuse("logprobs", body.logprobs, "a prompt has none here; leave echo out")
 
     async def whole(self) -> CompletionReply:
-        """The answer, once all of it is there."""
+        """The whole reply, once it is complete."""
         found: dict[int, CompletionChoice] = {}
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
@@ -81,7 +81,7 @@ class CompletionAnswer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer, as it is written."""
+        """The reply as server-sent events, as it is generated."""
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 yield self._event(chunk)

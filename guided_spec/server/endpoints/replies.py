@@ -43,7 +43,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, tally: Tally) -> Usage:
-        """So far."""
+        """The tokens counted so far."""
         return cls(
             prompt_tokens=tally.prompt_tokens,
             completion_tokens=tally.output_tokens,
@@ -53,7 +53,7 @@ class Usage(BaseModel):
 
 
 class LikelyToken(BaseModel):
-    """One of the likeliest tokens at its place."""
+    """One of the likeliest tokens at a position."""
 
     token: str
     bytes: list[int]
@@ -81,7 +81,7 @@ class CallFunction(BaseModel):
 
 
 class CallReply(BaseModel):
-    """One call."""
+    """One tool call of a reply."""
 
     id: str
     type: Literal["function"] = "function"
@@ -110,7 +110,7 @@ class TraceReply(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer. trace: if the request asks for it."""
+    """One sample. trace: if the request asks for it."""
 
     index: int
     message: MessageReply
@@ -120,7 +120,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """The answer of ``/v1/chat/completions``."""
+    """The reply of ``/v1/chat/completions``."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -149,7 +149,7 @@ class Delta(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """A piece of one answer. trace: of the steps since the last piece."""
+    """A piece of one sample. trace: of the steps since the last piece."""
 
     index: int
     delta: Delta
@@ -199,7 +199,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """The answer of ``/v1/completions``, or a piece of its stream."""
+    """The reply of ``/v1/completions``, or a piece of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -295,7 +295,7 @@ class IncompleteDetails(BaseModel):
 
 
 class ResponseReply(BaseModel):
-    """The answer, whole or so far. What the request said is repeated."""
+    """The response, whole or so far. The request's own fields are repeated."""
 
     id: str
     object: Literal["response"] = "response"
@@ -350,14 +350,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The answer of ``/v1/models``."""
+    """The reply of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeReply(BaseModel):
-    """The answer of ``/tokenize``."""
+    """The reply of ``/tokenize``."""
 
     count: int
     max_model_len: int
@@ -404,7 +404,7 @@ class TextOffsets:
 def completion_logprobs(
     service: Service, tokens: Sequence[TokenLogprobs], offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """Of the tokens that are part of the text. offsets: behind the tokens before them."""
+    """Logprobs of the tokens that are part of the text. offsets: after the tokens before them."""
     found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     shown = service.llm.vocabulary.text_bytes
     for one in tokens:
@@ -452,7 +452,7 @@ class SampleTraces:
         return TraceReply(steps=self._steps(sample, 0, trace.steps), **self._rest(trace))
 
     def piece(self, sample: int, chunk: Chunk) -> TraceReply | None:
-        """What a chunk brings; with the last one everything beside the steps. None for nothing."""
+        """The steps of a chunk; with the last chunk everything else too. None if there are none."""
         if self._form is None:
             return None
         start = self._num_steps[sample]

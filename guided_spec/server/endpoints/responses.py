@@ -36,7 +36,7 @@ _PARAMS = {"response_format": "text.format", "max_tokens": "max_output_tokens", 
 """Arguments of a chat by their names here."""
 
 
-class ResponseAnswer:
+class ResponseHandler:
     """One request of the endpoint. Raises ApiError for one that cannot be served."""
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
@@ -151,7 +151,7 @@ class ResponseItems:
             yield from self._write_call(piece)
 
     def end(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """Close what is open. An answer that holds nothing is an empty message."""
+        """Close what is open. A response that holds nothing is an empty message."""
         if not self.items:
             yield from self._open(_message())
         yield from self._close(status)
@@ -166,7 +166,7 @@ class ResponseItems:
         fields: dict[str, Any] = {"content_index": 0, "delta": text}
         if kind == "message":
             fields["logprobs"] = []
-        yield self.event(f"{_NAMES[kind]}.delta", **self._place(), **fields)
+        yield self.event(f"{_NAMES[kind]}.delta", **self._indices(), **fields)
 
     def _write_call(self, piece: ToolCallDelta) -> Iterator[ResponseEvent]:
         if piece.call_index != self._call_index:
@@ -178,7 +178,7 @@ class ResponseItems:
         item.arguments += piece.arguments
         if piece.arguments:
             kind = "function_call_arguments.delta"
-            yield self.event(kind, **self._place(), delta=piece.arguments)
+            yield self.event(kind, **self._indices(), delta=piece.arguments)
 
     def _is_open(self, kind: str) -> bool:
         return bool(self.items) and self.items[-1].type == kind and self._is_unfinished()
@@ -195,27 +195,29 @@ class ResponseItems:
         yield self.event("output_item.added", output_index=index, item=shown)
         if not isinstance(item, CallItem):
             part = item.content[0].model_copy()
-            yield self.event("content_part.added", **self._place(), content_index=0, part=part)
+            yield self.event("content_part.added", **self._indices(), content_index=0, part=part)
 
     def _close(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         if not self._is_unfinished():
             return
-        item, place = self.items[-1], self._place()
+        item, indices = self.items[-1], self._indices()
         item.status = status
         if isinstance(item, CallItem):
             fields = {"arguments": item.arguments, "name": item.name}
-            yield self.event("function_call_arguments.done", **place, **fields)
+            yield self.event("function_call_arguments.done", **indices, **fields)
         else:
             part = item.content[0].model_copy()
             more: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
             kind = f"{_NAMES[item.type]}.done"
-            yield self.event(kind, **place, content_index=0, text=part.text, **more)
-            yield self.event("content_part.done", **place, content_index=0, part=part)
+            yield self.event(kind, **indices, content_index=0, text=part.text, **more)
+            yield self.event("content_part.done", **indices, content_index=0, part=part)
         yield self.event(
-            "output_item.done", output_index=place["output_index"], item=item.model_copy(deep=True)
+            "output_item.done",
+            output_index=indices["output_index"],
+            item=item.model_copy(deep=True),
         )
 
-    def _place(self) -> dict[str, Any]:
+    def _indices(self) -> dict[str, Any]:
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
 
@@ -270,7 +272,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     reasoning = ""
     for index, item in enumerate(body.input):
-        place = f"input[{index}]"
+        where = f"input[{index}]"
         match item.get("type", "message"):
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
@@ -282,12 +284,12 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
                 )
                 continue
             case "function_call":
-                _add_call(messages, item, place)
+                _add_call(messages, item, where)
             case "function_call_output":
                 known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
                 messages.append({**known, "content": item.get("output")})
             case other:
-                raise _fault(place, f"type {other!r:.40} is not known here; leave it out")
+                raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
@@ -296,11 +298,11 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
-    """Calls that follow each other, or a message, are one message of a chat."""
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Add a call to the last message if that is the assistant's, else to a new message."""
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     if not all(isinstance(value, str) for value in function.values()):
-        raise _fault(place, "must have a name and arguments, both str")
+        raise _fault(where, "must have a name and arguments, both str")
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     call = {"id": _call_id(item.get("call_id")), "type": "function", "function": function}

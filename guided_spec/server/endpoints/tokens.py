@@ -15,7 +15,7 @@ from guided_spec.server.service import Service
 
 
 async def tokenized(service: Service, body: TokenizeBody) -> Response:
-    """The answer to one request. Raises ApiError."""
+    """The response to one request. Raises ApiError."""
     service.require_model(body.model)
     prompt: Any = body.prompt
     if (body.prompt is None) == (body.messages is None):

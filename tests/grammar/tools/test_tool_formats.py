@@ -337,7 +337,7 @@ def test_reasoning_is_split_off(end: str, begin: str) -> None:
     assert reasoning.split("so it goes", "open", marks) == ("so it goes", "")
     assert reasoning.split("yes", "unopened", marks) == (None, "yes")
     assert reasoning.split(f"a {end}", "closed", marks) == (None, f"a {end}")
-    states = [reasoning.state_behind(f"hi{tail}\n") for tail in (begin, begin + end, "")]
+    states = [reasoning.state_after(f"hi{tail}\n") for tail in (begin, begin + end, "")]
     assert states == ["open", "closed", "unopened"]
 
 

@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from guided_spec.integrations.vllm.drafts import walks
+from guided_spec.integrations.vllm.drafts import tabled_requests
 from guided_spec.integrations.vllm.drafts.masks import DraftMasks
 from guided_spec.integrations.vllm.ranks import LATER
 from guided_spec.masks import rows
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 SIZE, DEPTH, VOCAB_SIZE = 9, 3, 4096
 
 
-def steps(own: walks.Walks) -> None:
+def steps(own: tabled_requests.TabledRequests) -> None:
     """Of both of vLLM's runners, with free requests and without, whose rows the host may fill."""
     masks = rows.MaskRows(SIZE, DEPTH + 1, VOCAB_SIZE, CPU)
     for count, token_type, count_type in product(
@@ -41,14 +41,14 @@ def steps(own: walks.Walks) -> None:
             drafts.turn()
             drafts.drawn()
         drafts.finish()
-        walk.mask(0, torch.empty(count, VOCAB_SIZE // 32 + walks.TAIL, dtype=torch.int32))
+        walk.mask(0, torch.empty(count, VOCAB_SIZE // 32 + tabled_requests.TAIL, dtype=torch.int32))
 
 
 def main() -> None:
     made = compile_for(Hopper())
-    for module, name in ((rows, "copy_rows"), (rows, "advance"), (walks, "follow")):
+    for module, name in ((rows, "copy_rows"), (rows, "advance"), (tabled_requests, "follow")):
         setattr(module, name, getattr(table_rows_triton, name))
-    own = walks.Walks(SIZE, DEPTH, VOCAB_SIZE, None, CPU, 2**24)
+    own = tabled_requests.TabledRequests(SIZE, DEPTH, VOCAB_SIZE, None, CPU, 2**24)
     with compiling_ahead():
         own.launch_all()
     loaded = dict(made)

@@ -13,7 +13,7 @@ import torch
 
 from guided_spec.integrations.vllm.backend import VllmGrammars
 from guided_spec.integrations.vllm.drafts.heads import check_up_to_end
-from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.drafts.tabled_requests import TabledRequests
 from guided_spec.integrations.vllm.ranks import LATER, RankGroup
 from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
@@ -175,7 +175,7 @@ def test_a_free_batch_asks_for_nothing(make: Make, monkeypatch: pytest.MonkeyPat
     def refuse(*args: Any) -> Any:
         raise AssertionError(args)
 
-    monkeypatch.setattr(ShadowConstraint, "follow", refuse)
+    monkeypatch.setattr(ShadowConstraint, "update", refuse)
     monkeypatch.setattr(Lookahead, "fork", refuse)
     monkeypatch.setattr(type(drafter.drafting.requests), "_record", refuse)
     plain = V2(config, table, guided=False)
@@ -415,7 +415,7 @@ def test_kernels_of_tables_are_compiled_where_a_drafter_is_loaded(
     monkeypatch: pytest.MonkeyPatch, make: Make, request: pytest.FixtureRequest
 ) -> None:
     """Not at the first text that has one."""
-    asked = list[Walks]()
-    monkeypatch.setattr(Walks, "compile_ahead", lambda own: asked.append(own))
+    asked = list[TabledRequests]()
+    monkeypatch.setattr(TabledRequests, "compile_ahead", lambda own: asked.append(own))
     make(config_of(), Table(36))
     assert len(asked) == ("tables" in request.node.callspec.params.values())

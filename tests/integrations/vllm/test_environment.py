@@ -59,7 +59,7 @@ def test_workers_on_ray_get_the_plugins_variable(
     copied: Any = importlib.import_module("vllm.ray.ray_env").get_env_vars_to_copy
     monkeypatch.setenv(VARIABLE, "counts")
     assert VARIABLE not in copied()
-    plugin._carry_to_ray(root)
+    plugin._send_to_ray(root)
     assert {VARIABLE, "ANOTHER"} <= copied()
 
 
@@ -74,7 +74,7 @@ def test_the_newer_executor_on_ray_starts_its_workers_with_the_variable(
         def _init_executor(self) -> None:
             self.made = self._build_runtime_env()
 
-    plugin._carry_to_ray(root)
+    plugin._send_to_ray(root)
     monkeypatch.setenv(VARIABLE, "drafts,exact")
     config = make_config()
     config.parallel_config.ray_runtime_env = {"pip": ["it"], "env_vars": {"ANOTHER": "2"}}

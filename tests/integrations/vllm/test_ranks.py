@@ -24,8 +24,8 @@ from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import OUTSIDE, TokenTable
 from guided_spec.integrations.vllm import requests as vllm_requests
-from guided_spec.integrations.vllm.drafts import walks as vllm_walks
-from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.drafts import tabled_requests
+from guided_spec.integrations.vllm.drafts.tabled_requests import TabledRequests
 from guided_spec.integrations.vllm.ranks import LATER, NEVER, OneRank, RankGroup
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from tests.integrations.vllm.test_requests import Grammars, note
@@ -73,8 +73,8 @@ class Rank:
         parallel = SimpleNamespace(tensor_parallel_size=RANKS, pipeline_parallel_size=1)
         self.requests = GrammarRequests(SimpleNamespace(parallel_config=parallel))
         with torch.inference_mode(mode=False):
-            self.walks = Walks(len(GRAMMARS), DEPTH, VOCAB_SIZE, None, CPU, 2**24)
-        self.requests.walk_with(self.walks, ranks)
+            self.tabled = TabledRequests(len(GRAMMARS), DEPTH, VOCAB_SIZE, None, CPU, 2**24)
+        self.requests.use_tables(self.tabled, ranks)
         self.seen = list[tuple[list[str], list[Any], Any]]()
         self.looks = list[Any]()
         self.texts = dict[str, list[int]]()
@@ -90,7 +90,7 @@ class Rank:
             spec = GRAMMARS[name]
             params = None if spec is None else SimpleNamespace(grammar=spec, max_tokens=None)
             self.requests.add(name, params, self.texts.setdefault(name, []))
-        self.requests.begin_walks(names)
+        self.requests.begin_tables(names)
 
     def drop(self, name: str) -> None:
         """A request ends."""
@@ -114,15 +114,17 @@ class Rank:
             constraints = self.requests.commit(names)
         for name, constraint in zip(names, constraints, strict=True):
             assert constraint is None or constraint.committed == self.texts[name]
-        walk = self.walks.start(names)
-        rows = torch.zeros(len(names), 1 + vllm_walks.TAIL, dtype=torch.int32)
+        walk = self.tabled.start(names)
+        rows = torch.zeros(len(names), 1 + tabled_requests.TAIL, dtype=torch.int32)
         if walk is not None:
             walk.mask(0, rows, is_blank=True)
-        walking = [name for name in names if name in self.walks]
-        self.seen.append((walking, [one and one.committed for one in constraints], rows.tolist()))
+        tabled_names = [name for name in names if name in self.tabled]
+        self.seen.append(
+            (tabled_names, [one and one.committed for one in constraints], rows.tolist())
+        )
 
     @property
-    def walking(self) -> list[list[str]]:
+    def tabled_names(self) -> list[list[str]]:
         return [names for names, _, _ in self.seen]
 
 
@@ -196,7 +198,7 @@ def test_a_request_walks_from_where_the_last_rank_has_its_table(world: World) ->
         rank.step({"b": [], "d": [], "a": []})
 
     ranks = world.run(script)
-    assert ranks[0].walking == [[], [], [], ["a"], ["d", "a"], ["d", "a"], ["b", "d", "a"]]
+    assert ranks[0].tabled_names == [[], [], [], ["a"], ["d", "a"], ["d", "a"], ["b", "d", "a"]]
     assert ranks[0].seen == ranks[1].seen
 
 
@@ -208,7 +210,7 @@ def test_a_rank_without_room_leaves_the_others_without_a_walk(world: World) -> N
         for spec in TOKENS:
             rank.made[spec].set_result(whole_table(spec))
         if number == 0:
-            rank.walks._tables._left = size  # of one table
+            rank.tabled._tables._left = size  # of one table
         rank.add("a", "d")
         rank.wait()
         for _ in range(3):
@@ -217,7 +219,7 @@ def test_a_rank_without_room_leaves_the_others_without_a_walk(world: World) -> N
         rank.step({"d": [9]})
 
     ranks = world.run(script)
-    assert ranks[0].walking == [[], ["a"], ["a"], ["d"]]
+    assert ranks[0].tabled_names == [[], ["a"], ["a"], ["d"]]
     assert ranks[0].seen == ranks[1].seen
 
 
@@ -230,7 +232,7 @@ def test_what_never_has_a_table_is_not_asked_about_again(world: World) -> None:
             counts[number].append(len(marks))
             return world.groups[number].agree(marks)
 
-        rank.requests.walk_with(rank.walks, SimpleNamespace(agree=agree))
+        rank.requests.use_tables(rank.tabled, SimpleNamespace(agree=agree))
         rank.add("a", "d")
         rank.wait()
         rank.made[LETTERS].set_result(part_table(LETTERS))
@@ -240,7 +242,7 @@ def test_what_never_has_a_table_is_not_asked_about_again(world: World) -> None:
             rank.step({"a": [0], "d": [9]})
 
     ranks = world.run(script)
-    assert ranks[0].walking == [[], ["a"], *[[]] * 6]
+    assert ranks[0].tabled_names == [[], ["a"], *[[]] * 6]
     assert counts[0] == counts[1] == [2, 2, 2, 1]
     assert ranks[0].seen == ranks[1].seen
 
@@ -260,7 +262,7 @@ def test_a_text_that_vllm_sets_back_may_walk_again(world: World) -> None:
 
     ranks = world.run(script)
     # It leaves at the third token, which the host reads at the second step behind it.
-    assert ranks[0].walking == [[], ["a"], ["a"], ["a"], [], [], [], ["a"]]
+    assert ranks[0].tabled_names == [[], ["a"], ["a"], ["a"], [], [], [], ["a"]]
     assert ranks[0].seen == ranks[1].seen
 
 
@@ -326,7 +328,7 @@ def test_whatever_comes_when_all_ranks_do_the_same(
     steps: list[tuple[str, list[str], list[int]]],
 ) -> None:
     def script(rank: Rank, number: int) -> None:
-        rank.walks._tables._left = limits[number]
+        rank.tabled._tables._left = limits[number]
         for at, (what, names, counts) in enumerate(steps):
             take(rank, at, number, kinds)
             for name in names:

@@ -15,7 +15,7 @@ from guided_spec.integrations.vllm.reasoning import (  # noqa: E402
     Bounds,
     Reasoning,
     ReasoningSpan,
-    tell_reasoning,
+    report_reasoning,
 )
 from guided_spec.integrations.vllm.requests import GrammarRequests  # noqa: E402
 from tests.integrations.vllm.guarded import (  # noqa: E402
@@ -146,7 +146,7 @@ def span_of(told: Any, prompt: Any) -> ReasoningSpan | None:
     params = sampling_params(make_config(), regex="a+")
     wanted = SimpleNamespace(reasoning_ended=told[0], reasoning_parser_kwargs=told[1])
     request = SimpleNamespace(sampling_params=params, structured_output_request=wanted)
-    tell_reasoning(lambda *_: None)(SimpleNamespace(reasoner_cls=object), request)
+    report_reasoning(lambda *_: None)(SimpleNamespace(reasoner_cls=object), request)
     return VllmGrammars(config()).span_of(params, prompt)
 
 

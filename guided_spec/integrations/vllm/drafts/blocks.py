@@ -2,9 +2,8 @@
 
 P-EAGLE and DFlash draw all tokens of a block from the logits of one forward, DSpark one after
 another from the hidden states of one. vLLM draws the block first, freely, in the new runner inside
-of a CUDA graph. Where a request has a grammar it is drawn once more behind that, from left to
-right, from the same hidden states and with the same noise: the tokens of free requests come out as
-they were.
+of a CUDA graph. Where a request has a grammar it is drawn again after that, from left to right,
+from the same hidden states and with the same noise: the tokens of free requests do not change.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def draws_blocks(drafter: Any) -> bool:
     """Whether it is one of the drafters that ``guide_blocks`` knows.
 
     Not one that draws paths of candidates (DFlash2, LiLiCorr, XPress), nor a DSpark with a draft
-    vocabulary of its own, whose logits have no place for a mask.
+    vocabulary of its own, whose logits cannot be masked.
     """
     for name, drawn_by in _DRAWN_BY.items():
         owner = _owner(drafter, name)
@@ -63,9 +62,9 @@ def guide_blocks(drafter: Any, drafting: BlockDrafting) -> None:
     if _owner(drafter, _BASE) is not None:
         _guide_proposer(drafter, drafting)
     elif _owner(drafter, _SPARK) is not None:
-        _redraw_behind(drafter, drafting, _guide_spark(drafter, drafting))
+        _redraw_after(drafter, drafting, _guide_spark(drafter, drafting))
     else:
-        _redraw_behind(drafter, drafting, _guide_flash(drafter, drafting))
+        _redraw_after(drafter, drafting, _guide_flash(drafter, drafting))
 
 
 def _owner(drafter: Any, name: str) -> Any:
@@ -100,8 +99,8 @@ def _guide_proposer(proposer: Any, drafting: BlockDrafting) -> None:
 Redraw = Callable[[int], None]
 
 
-def _redraw_behind(speculator: Any, drafting: BlockDrafting, redraw: Redraw) -> None:
-    """Behind each block of the new runner."""
+def _redraw_after(speculator: Any, drafting: BlockDrafting, redraw: Redraw) -> None:
+    """Call ``redraw`` after each block of the new runner."""
     propose = speculator.propose
 
     def propose_legal(input_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ are, and the masks of a position are made while its forward runs.
 
 In the new model runner the draft loop is made of CUDA graphs, with the sampling in them. It finds
 its masks at one address, where the host writes them between two replays; so there has to be a graph
-for each position. vLLM from 0.28 on may also capture all those behind the first in one graph: here
-it goes by its other way.
+for each position. vLLM from 0.28 on may also capture all those after the first in one graph: here
+that is switched off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
 from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.drafts.masks import DraftMasks, Lead
-from guided_spec.integrations.vllm.drafts.walks import Walks
+from guided_spec.integrations.vllm.drafts.tabled_requests import TabledRequests
 from guided_spec.integrations.vllm.plugin import (
     FORCED,
     TABLES,
@@ -43,8 +43,8 @@ from guided_spec.integrations.vllm.plugin import (
     warn,
 )
 from guided_spec.integrations.vllm.ranks import RANKS, ranks_of
-from guided_spec.integrations.vllm.reasoning import TELLS
-from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
+from guided_spec.integrations.vllm.reasoning import REPORTS
+from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, track_requests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows, default_table_bytes
 from guided_spec.ops.host import to_device
@@ -82,7 +82,7 @@ class Drafting:
     ) -> None:
         config = drafter.vllm_config
         has_tables = TABLES in requested()
-        self.requests = follow_requests(drafter, config, has_tables=has_tables)
+        self.requests = track_requests(drafter, config, has_tables=has_tables)
         self.num_draft = num_draft
         self.is_capturing = False
         size = config.scheduler_config.max_num_seqs
@@ -95,13 +95,15 @@ class Drafting:
         with torch.inference_mode(mode=False):
             rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
             self._masks = DraftMasks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
-            self._walks: Walks | None = None
+            self._tabled: TabledRequests | None = None
             if has_tables:
                 own = self._masks.own
-                room = default_table_bytes(drafter.device)
-                self._walks = Walks(size, num_draft, vocab_size, own, drafter.device, room)
-                self._walks.compile_ahead()
-                self.requests.walk_with(self._walks, ranks_of(config))
+                table_bytes = default_table_bytes(drafter.device)
+                self._tabled = TabledRequests(
+                    size, num_draft, vocab_size, own, drafter.device, table_bytes
+                )
+                self._tabled.compile_ahead()
+                self.requests.use_tables(self._tabled, ranks_of(config))
         self._draft = draft
         self._forced = self._forced_drafter(drafter, width, size)
         self._is_running = False
@@ -141,8 +143,8 @@ class Drafting:
         if num_draft > 0 and self.requests.any_on_host(names):
             constraints = self.requests.commit(names)
         walk = None
-        if num_draft > 0 and self._walks is not None:
-            walk = self._walks.start(names)
+        if num_draft > 0 and self._tabled is not None:
+            walk = self._tabled.start(names)
         if walk is None and not any(constraints):
             self._masks.clear()
             yield
@@ -184,15 +186,15 @@ class Drafting:
         if not self._is_running:
             return run(*args)
         self._masks.turn()
-        result = None if self._is_told() else run(*args)
+        result = None if self._write_known() else run(*args)
         self._masks.drawn()
         return result
 
-    def _is_told(self) -> bool:
-        """Whether the host put the tokens of this position into the draft.
+    def _write_known(self) -> bool:
+        """Write the host's tokens of this position into the draft; returns whether it knew them.
 
-        The graph behind it would be run for these tokens alone: in the next step vLLM's drafter
-        reads all that was committed anew.
+        This position's graph would be run for these tokens alone: in the next step vLLM's drafter
+        reads all committed tokens again.
         """
         at, known = self._masks.position, self._masks.known
         if self._draft is None or known is None or at == 0:  # the first graph reads what is new
@@ -232,7 +234,7 @@ class Drafting:
             return self._masks.see(logits)
         if not self._is_running:
             return logits
-        self._masks.turn()  # beside the drafter's forward, which was launched before
+        self._masks.turn()  # overlaps with the drafter's forward, which was launched before
         seen = self._masks.see(logits)
         self._masks.drawn()
         return seen
@@ -304,7 +306,9 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         drafting = drafting_of(self.drafter)
         if drafting is None:
-            is_covered(self.drafter)  # n-grams and their like load no model: nothing has told yet
+            is_covered(
+                self.drafter
+            )  # warns: n-grams load no model, where it is checked
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         num_draft = scheduler_output.num_spec_tokens_to_schedule
         with drafting.step(self.input_batch.req_ids, num_draft):
@@ -339,7 +343,7 @@ def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 def split_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around a speculator's ``init_cudagraph_manager``: a graph for each position.
 
-    That is vLLM's own way where an attention backend needs it.
+    vLLM does the same itself where an attention backend needs it.
     """
 
     @functools.wraps(original)
@@ -352,7 +356,7 @@ def split_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(self, switch, False):
                 setattr(self, switch, False)
         result = original(self, cudagraph_mode)
-        _follow_graphs(self, drafting)
+        _wrap_graphs(self, drafting)
         return result
 
     return init_cudagraph_manager
@@ -374,8 +378,8 @@ def propose_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
-def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
-    """The graphs of this speculator are captured with the policy in them, and give it its turns."""
+def _wrap_graphs(speculator: Any, drafting: Drafting) -> None:
+    """Wrap capture and replay of this speculator's graphs, so that each position is masked."""
     for manager in (speculator.prefill_cudagraph_manager, speculator.decode_cudagraph_manager):
         manager.run_fullgraph = functools.partial(drafting.replay, manager.run_fullgraph)
     capture = speculator.capture
@@ -389,7 +393,7 @@ def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
 
 
 def check_up_to_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``XgrammarGrammar.validate_tokens``: nothing stands behind the token that ends a text.
+    """Around ``XgrammarGrammar.validate_tokens``: cut drafts after the token that ends a text.
 
     Legal drafts reach it, and up to vLLM 0.32 xgrammar writes a warning for the next one.
     """
@@ -453,7 +457,7 @@ _V2_PATCHES = (
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
 PATCHES = (
     in_workers("drafts", WORKER_PATCHES),
-    *TELLS,
+    *REPORTS,
     *RANKS,
     Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarGrammar.validate_tokens",
           "self tokens", check_up_to_end),

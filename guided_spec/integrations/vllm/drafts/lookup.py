@@ -3,7 +3,7 @@
 vLLM from 0.32 on has an n-gram drafter there, which looks up on the device what followed the last
 tokens before. With the feature ``forced`` requests under a grammar are drafted on the host instead,
 from their texts and grammars, and the result is put into vLLM's draft. So the new runner stays,
-which ``custom_class`` has no place in; a step waits for its tokens where one of its requests has a
+which does not support ``custom_class``; a step waits for its tokens where one of its requests has a
 grammar. Free requests keep vLLM's drafts.
 
 Masks alone bring nothing here: what is looked up is cut at its first illegal token in any case.
@@ -24,7 +24,7 @@ from torch import Tensor
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.patches import Patch, probe
 from guided_spec.integrations.vllm.plugin import FORCED, log, requested, warn
-from guided_spec.integrations.vllm.requests import follow_requests
+from guided_spec.integrations.vllm.requests import track_requests
 from guided_spec.ops.host import to_device
 
 _PLACE = "guided_spec_lookup"  # on the speculator
@@ -39,7 +39,7 @@ class Lookup:
 
     def __init__(self, speculator: Any) -> None:
         config = speculator.vllm_config
-        self._requests = follow_requests(speculator, config)
+        self._requests = track_requests(speculator, config)
         of = self._requests.grammars
         self._num_draft: int = speculator.num_speculative_steps
         size = config.scheduler_config.max_num_seqs
@@ -50,7 +50,7 @@ class Lookup:
     def put(self, names: Sequence[str], draft: Tensor) -> None:
         """Put the drafts of a batch into ``draft``, int64 [B, K] on the device.
 
-        What was sampled has been noted. Behind a shorter draft stays what vLLM drafted there.
+        What was sampled has been noted. After a shorter draft vLLM's own tokens remain.
         """
         if not self._requests.any_grammar(names):
             return

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.integrations.vllm.drafts.walks import TAIL
+from guided_spec.integrations.vllm.drafts.tabled_requests import TAIL
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows, TableWalk
@@ -26,7 +26,7 @@ from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
 _FIRST = 64
 
 Lead = Callable[[Lookahead], None]
-"""Drafts on the host, behind what a lookahead holds."""
+"""Drafts on the host, after the tokens that a lookahead holds."""
 
 
 class DraftMasks:
@@ -73,9 +73,9 @@ class DraftMasks:
         lead: Lead | None = None,
         walk: TableWalk | None = None,
     ) -> None:
-        """Begin the drafts of a batch [B] in which at least one request is constrained, or walks.
+        """Begin the drafts of a batch [B] with at least one request that is constrained or tabled.
 
-        lead: drafts on the host, first and behind each token that the drafter drew. walk: of the
+        lead: drafts on the host, first and after each token that the drafter drew. walk: of the
             requests whose rows come from tables, which have no constraint here.
         """
         if any(constraints):
@@ -91,7 +91,7 @@ class DraftMasks:
     def known(self) -> list[int] | None:
         """[B] the tokens of this position where the host knows the rest of every draft, else None.
 
-        0 behind the end of a draft.
+        0 after the end of a draft.
         """
         if self._lookahead is None or self._has_free or any(self._lookahead.is_open):
             return None

@@ -17,8 +17,14 @@ from hypothesis import strategies as st
 
 from guided_spec import step
 from guided_spec.core import PromptPiece
-from guided_spec.engine import flights, pace
-from guided_spec.engine.pace import PLAIN, ForwardTimes, Pace, StepTaken, draft_lengths
+from guided_spec.engine import draft_length, in_flight
+from guided_spec.engine.draft_length import (
+    PLAIN,
+    DraftLengthPolicy,
+    ForwardTimes,
+    StepTaken,
+    draft_lengths,
+)
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.step import Committed
@@ -74,7 +80,9 @@ class Run(NamedTuple):
         return self.tokens / self.seconds
 
 
-def run(one: Pace, world: World, steps: int, texts: int, read: Sequence[int] = (0,)) -> Run:
+def run(
+    one: DraftLengthPolicy, world: World, steps: int, texts: int, read: Sequence[int] = (0,)
+) -> Run:
     """read: tokens of prompts, step by step, and again."""
     dice, drafted, gained, took = random.Random(0), Counter[int](), 0.0, 0.0
     for at in range(steps):
@@ -97,14 +105,14 @@ COSTLY = World(0.2, token=1.0)
 
 @pytest.mark.parametrize("times", [GOOD.times, UNKNOWN])
 def test_good_drafts_are_long(times: ForwardTimes) -> None:
-    assert run(Pace(K, times), GOOD, 2000, 16).drafted[K] > 1900
-    assert run(Pace(K, times), GOOD, 2000, 1).drafted[K] > 1900
+    assert run(DraftLengthPolicy(K, times), GOOD, 2000, 16).drafted[K] > 1900
+    assert run(DraftLengthPolicy(K, times), GOOD, 2000, 1).drafted[K] > 1900
 
 
 @pytest.mark.parametrize("times", [COSTLY.times, UNKNOWN])
 def test_drafts_that_cost_more_than_they_bring_are_left(times: ForwardTimes) -> None:
-    assert run(Pace(K, times), COSTLY, 4000, 64).drafted[0] > 3800
-    assert run(Pace(K, times), World(0.1, token=9.0), 4000, 1).drafted[0] > 3300
+    assert run(DraftLengthPolicy(K, times), COSTLY, 4000, 64).drafted[0] > 3800
+    assert run(DraftLengthPolicy(K, times), World(0.1, token=9.0), 4000, 1).drafted[0] > 3300
 
 
 @pytest.mark.parametrize("has_times", [True, False])
@@ -113,7 +121,12 @@ def test_a_length_in_between_is_taken(*, has_times: bool) -> None:
     world = World(0.7, forward=0.3, text=1.0)
     best = max((0, 3, 5), key=lambda k: world.tokens(k) / world.seconds(256, k))
     assert best == 3
-    assert run(Pace(K, world.times if has_times else UNKNOWN), world, 2000, 256).drafted[3] > 1800
+    assert (
+        run(DraftLengthPolicy(K, world.times if has_times else UNKNOWN), world, 2000, 256).drafted[
+            3
+        ]
+        > 1800
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,7 @@ class ForcedWorld(World):
 )
 @pytest.mark.parametrize("has_times", [True, False])
 def test_what_comes_without_k_counts(world: ForcedWorld, best: int, *, has_times: bool) -> None:
-    one = Pace(K, world.times if has_times else UNKNOWN, has_more=True)
+    one = DraftLengthPolicy(K, world.times if has_times else UNKNOWN, has_more=True)
     assert one.lengths == (PLAIN, 0, 3, K)
     assert max(one.lengths, key=lambda drafted: world.speed(64, drafted)) == best
     dice, drafted = random.Random(0), Counter[int]()
@@ -166,7 +179,7 @@ def test_what_comes_without_k_counts(world: ForcedWorld, best: int, *, has_times
 
 
 def test_texts_change() -> None:
-    one = Pace(K, GOOD.times)
+    one = DraftLengthPolicy(K, GOOD.times)
     run(one, COSTLY, 1000, 32)
     assert run(one, GOOD, 4000, 32).drafted[0] < 1500
     assert run(one, COSTLY, 4000, 32).drafted[0] > 3500
@@ -174,7 +187,7 @@ def test_texts_change() -> None:
 
 def test_texts_that_begin_say_nothing_of_drafts() -> None:
     """None is made for their first tokens: where many come, drafts are as good as before."""
-    one, dice = Pace(K, UNKNOWN), random.Random(0)
+    one, dice = DraftLengthPolicy(K, UNKNOWN), random.Random(0)
     for at in range(60):
         count = one.num_draft_tokens(64, 500)
         assert count == K
@@ -198,7 +211,7 @@ def test_who_begins_without_a_draft() -> None:
 
 def test_each_number_of_texts_goes_its_own_way() -> None:
     """Drafts are free as long as the forward is as long without."""
-    world, one = World(0.6, forward=1.0, token=0.0), Pace(K, UNKNOWN)
+    world, one = World(0.6, forward=1.0, token=0.0), DraftLengthPolicy(K, UNKNOWN)
     for _ in range(50):
         run(one, world, 40, 1)
         run(one, world, 40, 256)
@@ -209,7 +222,7 @@ def test_each_number_of_texts_goes_its_own_way() -> None:
 def test_where_prompts_are_read_each_token_has_its_price() -> None:
     """Steps that read fill the device up; the others leave room for drafts, which are free."""
     world = World(0.3, forward=1.0, text=0.0, token=0.0)
-    one = Pace(K, world.times)
+    one = DraftLengthPolicy(K, world.times)
     run(one, world, 400, 16, [0, 0, 84, 84])
     reads, others = (Counter[int]() for _ in range(2))
     for _ in range(200):
@@ -220,14 +233,16 @@ def test_where_prompts_are_read_each_token_has_its_price() -> None:
 
 
 def test_without_times_steps_that_read_draft_what_others_do() -> None:
-    assert run(Pace(K, UNKNOWN), GOOD, 500, 8, [100]).drafted[K] == 500  # as most of it is accepted
-    assert run(Pace(K, UNKNOWN), World(0.3), 500, 8, [100]).drafted[0] > 400
-    assert run(Pace(K, UNKNOWN), COSTLY, 4000, 8, [0, 100, 100]).drafted[0] > 3500
+    assert (
+        run(DraftLengthPolicy(K, UNKNOWN), GOOD, 500, 8, [100]).drafted[K] == 500
+    )  # as most of it is accepted
+    assert run(DraftLengthPolicy(K, UNKNOWN), World(0.3), 500, 8, [100]).drafted[0] > 400
+    assert run(DraftLengthPolicy(K, UNKNOWN), COSTLY, 4000, 8, [0, 100, 100]).drafted[0] > 3500
 
 
 @given(st.lists(st.sampled_from([1, 8, 64]), max_size=200), st.data())
 def test_a_step_that_is_told_to_stay_plain_is_plain(texts: list[int], data: st.DataObject) -> None:
-    one, told = Pace(K, UNKNOWN), dict[int, bool]()
+    one, told = DraftLengthPolicy(K, UNKNOWN), dict[int, bool]()
     for count in texts:
         drawn = one.num_draft_tokens(count)
         assert not (told.pop(count, False) and drawn)
@@ -252,7 +267,7 @@ WORLDS = st.builds(
 @settings(max_examples=40, derandomize=True)  # how near it comes is measured, not promised
 def test_no_length_alone_is_much_faster(data: st.DataObject, world: World, texts: int) -> None:
     times = data.draw(st.sampled_from([world.times, UNKNOWN]))
-    found = run(Pace(K, times), world, 4000, texts)
+    found = run(DraftLengthPolicy(K, times), world, 4000, texts)
     best = max(world.tokens(count) / world.seconds(texts, count) for count in draft_lengths(K))
     assert found.speed > best / (1.15 if texts > 1 else 1.3)
 
@@ -363,9 +378,9 @@ def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPa
         clock[0] += 10.0 if batch.num_draft_tokens else 1.0
         return step.commit(batch, *arguments)
 
-    monkeypatch.setattr(flights, "commit", commit)
+    monkeypatch.setattr(in_flight, "commit", commit)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(pace, "SHORTEST", 200)
+    monkeypatch.setattr(draft_length, "SHORTEST", 200)
     with make_llm("llama", "draft_model", tiny_model("qwen3"), drafting="auto") as llm:
         params = SamplingParams(max_tokens=300, ignore_eos=True)
         (output,) = llm.generate("A", params)
@@ -382,8 +397,8 @@ def test_a_pause_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 1.0
         return step.commit(*arguments)
 
-    monkeypatch.setattr(flights, "commit", commit)
-    monkeypatch.setattr(Pace, "count", lambda _, taken: seconds.append(taken.seconds))
+    monkeypatch.setattr(in_flight, "commit", commit)
+    monkeypatch.setattr(DraftLengthPolicy, "count", lambda _, taken: seconds.append(taken.seconds))
     options = Options.from_dict({"drafting": "auto", "max_model_len": 64})
     setup = Setup.build(None, "ngram", None, options)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])

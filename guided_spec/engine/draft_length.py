@@ -1,21 +1,20 @@
-"""How many tokens steps draft: what drafts bring, held against what they take.
+"""How many tokens steps draft: the gain of drafts against their cost.
 
-A step takes what its forward does, by its tokens, and what the host and the drafter do besides. The
-first is measured before the first step, where there are graphs of forwards; the second is seen step
-by step, and without such a table the first with it. What a draft brings is how many texts accept
-its first token, its second and so on. So it is known what each length of a draft would give and
-take, those that are not in use as well; a length that may be better, as far as is known, is tried
-for some steps.
+A step takes the time of its forward, by its tokens, and the time of the host and the drafter. The
+first is measured before the first step, where there are CUDA graphs of forwards; the second is
+measured step by step, and without such a table both together. The gain of a draft is how many texts
+accept its first token, its second and so on. So gain and cost are known for every draft length,
+those not in use as well; a length that may be better, as far as is known, is tried for some steps.
 
-Where a proposer drafts without K, as what a grammar forces, steps with K = 0 wait for the host too:
-``PLAIN`` steps draft nothing at all.
+Some proposers draft with K = 0 too, such as text that a grammar forces, and such steps wait for the
+host: ``PLAIN`` steps draft nothing at all.
 
-Steps that do nothing but decode take the length that writes most tokens a second. Where prompts are
-read in the same forward, each token of a draft costs more, and its time is worth what the best of
-the other steps would write in it.
+Steps that only decode take the length with the most tokens a second. Where prompts are read in the
+same forward, each token of a draft costs more, and its time is worth what the best of the other
+steps would generate in it.
 
-What a step drafts must not depend on other texts where a text depends on what it drafts: see
-docs/exactness.md. Who asks sees to that.
+Where a text depends on its drafts, their length must not depend on other texts: the caller ensures
+this (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from guided_spec.models.packed.graph_pool import ROW_SIZES, bucket
 from guided_spec.step import Committed
 
 FEW, SAMPLES = 4, 32  # steps of a trial at least, and texts in it where drafts get longer
-KNOWN = 2  # steps that tell what others take
+KNOWN = 2  # steps from which the time of others is predicted
 STRETCH = 16  # steps until lengths are compared again
-SHORTEST, LONGEST = 64, 1024  # steps until what was seen of the others is forgotten
-MARGIN = 1.1  # times as fast have steps of another length to be
-GAIN = 0.1  # of a step that reads prompts has a shorter draft to save
-MEMORY = 256  # texts whose acceptance counts, and of steps STRETCH at least
-BESIDE = 16  # texts whose time a step takes by itself, beside its own: as measured on GPUs
+SHORTEST, LONGEST = 64, 1024  # steps until measurements of other lengths are forgotten
+MARGIN = 1.1  # speedup that another length must promise
+GAIN = 0.1  # share of a step with prompts that a shorter draft must save
+MEMORY = 256  # texts whose acceptance counts, but at least STRETCH steps
+FIXED_TEXTS = 16  # fixed time of a step, as that of so many texts, measured on GPUs
 SOON = 1e-9  # seconds, where a clock shows none
-PLAIN = -1  # of a step without any draft, where K = 0 leaves some
+PLAIN = -1  # draft length of a step without any draft, where K = 0 leaves some
 
 
 class ForwardTimes:
@@ -54,7 +53,7 @@ class ForwardTimes:
         return bool(self._sizes)
 
     def of(self, num_tokens: int) -> float:
-        """On a line between two sizes, in proportion behind the last; 0 where there are none."""
+        """Seconds: linear between sizes, proportional after the last; 0 where there are none."""
         if not self._sizes:
             return 0.0
         at = bisect_left(self._sizes, num_tokens)
@@ -104,7 +103,7 @@ class StepTaken(NamedTuple):
 class _Acceptance:
     """Which share of the texts accepts the first token of a draft, the second and so on.
 
-    What is drafted without K is accepted besides: so many tokens for each length.
+    Tokens drafted beyond K are counted apart, for each length.
     """
 
     def __init__(self, longest: int, *, has_more: bool) -> None:
@@ -117,7 +116,7 @@ class _Acceptance:
         return self._seen[0] > 0
 
     def add(self, num_drafted: int, accepted: Sequence[int], num_new: int) -> None:
-        """num_new: of those that accepted none, who says nothing of drafts."""
+        """num_new: texts without a draft among ``accepted``, which are not counted."""
         batch = len(accepted) - num_new
         for at in range(num_drafted if batch else 0):
             self._seen[at] = min(self._seen[at] + batch, max(MEMORY, STRETCH * batch))
@@ -129,13 +128,13 @@ class _Acceptance:
             self._more[num_drafted] = before + (more - before) / STRETCH
 
     def forget(self, num_drafted: int) -> None:
-        """Of longer drafts than these."""
+        """Forget the acceptance of drafts longer than ``num_drafted``."""
         for at in range(max(0, num_drafted), len(self._seen)):
             self._seen[at] = 0
         self._more = {length: more for length, more in self._more.items() if length <= num_drafted}
 
     def tokens(self, num_drafted: int) -> float:
-        """That a text gets; where nothing was seen it goes on as before, and well to begin with."""
+        """Expected tokens per text; unmeasured positions extrapolate, optimistically at first."""
         own = self._own_tokens(num_drafted)
         if num_drafted == PLAIN or not self._has_more:
             return own
@@ -161,28 +160,28 @@ class _Rest:
 
     def add(self, num_texts: int, seconds: float) -> None:
         last = self._seen.setdefault(bucket(num_texts, ROW_SIZES), deque(maxlen=STRETCH))
-        last.append(max(seconds, 0.0) / (num_texts + BESIDE))
+        last.append(max(seconds, 0.0) / (num_texts + FIXED_TEXTS))
 
-    def of(self, num_texts: int, *, is_alike: bool) -> float | None:
-        """None where nothing is known. is_alike: whether other numbers of texts tell it as well."""
+    def of(self, num_texts: int, *, may_extrapolate: bool) -> float | None:
+        """Seconds, None if unknown. may_extrapolate: whether other numbers of texts count too."""
         own = bucket(num_texts, ROW_SIZES)
         known = [size for size, last in self._seen.items() if len(last) >= KNOWN]
         nearest = min(known, key=lambda size: max(size, own) / min(size, own), default=own)
-        if nearest not in known or not (is_alike or nearest == own):
+        if nearest not in known or not (may_extrapolate or nearest == own):
             return None
-        return median(self._seen[nearest]) * (num_texts + BESIDE)
+        return median(self._seen[nearest]) * (num_texts + FIXED_TEXTS)
 
     def forget(self, num_texts: int) -> None:
         self._seen.pop(bucket(num_texts, ROW_SIZES), None)
 
 
 @dataclass(slots=True)
-class _Way:
-    """How steps of about as many texts go on.
+class _SizeState:
+    """The policy's state for steps of a similar number of texts.
 
-    num_drafted: of each. left: steps until lengths are compared again. kept: the last length that
-    was better than others when its trial was over. unseen: steps since what was seen of the others
-    was forgotten. wait: until it is again, which is longer each time they are no better.
+    num_drafted: draft length in use. left: steps until lengths are compared again. kept: the last
+    length that won its trial. unseen: steps since the measurements of other lengths were
+    forgotten. wait: steps until they are forgotten again; it doubles while no other length wins.
     """
 
     num_drafted: int
@@ -192,12 +191,12 @@ class _Way:
     wait: int = SHORTEST
 
 
-class Pace:
-    """Of the steps of one engine. num_draft_tokens: of the longest draft, K.
+class DraftLengthPolicy:
+    """Chooses the draft length of an engine's steps. num_draft_tokens: of the longest draft, K.
 
     times: of the target's forwards. has_more: whether there are drafts with K = 0 too.
 
-    lengths: that drafts may have, the first of them none.
+    Attributes: lengths: the draft lengths to choose from, the first without a draft.
     """
 
     def __init__(
@@ -207,71 +206,71 @@ class Pace:
         lengths = draft_lengths(num_draft_tokens)
         self.lengths = (PLAIN, *lengths) if has_more else lengths
         self._acceptance = _Acceptance(num_draft_tokens, has_more=has_more)
-        self._ways: dict[int, _Way] = {}
+        self._states: dict[int, _SizeState] = {}
         self._rest = {length: _Rest() for length in self.lengths}
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
-        """Of the next step, of so many texts. num_read: tokens of prompts that are read in it."""
-        way = self._way(num_texts)
+        """Draft length of a step of ``num_texts`` texts. num_read: prompt tokens that it reads."""
+        state = self._state(num_texts)
         if num_read:
-            self._refresh(way, num_texts)
-            return self._beside_prompts(way.kept, num_texts, num_read)
-        if way.left == 0:
-            self._refresh(way, num_texts)
-            self._choose(way, num_texts)
-        return way.num_drafted
+            self._refresh(state, num_texts)
+            return self._with_prompts(state.kept, num_texts, num_read)
+        if state.left == 0:
+            self._refresh(state, num_texts)
+            self._choose(state, num_texts)
+        return state.num_drafted
 
     def stays_plain(self, num_texts: int) -> bool:
-        """Whether the step is without drafts, and the next one of as many texts will be."""
-        way = self._way(num_texts)
-        return way.num_drafted == self.lengths[0] and way.left > 1
+        """Whether this step and the next one of ``num_texts`` texts have no drafts."""
+        state = self._state(num_texts)
+        return state.num_drafted == self.lengths[0] and state.left > 1
 
     def count(self, step: StepTaken) -> None:
-        """That step is done."""
+        """Record a finished step."""
         batch, has_read = len(step.accepted), self._last.num_read > 0
-        way, self._last = self._way(batch), step
-        way.unseen += 1
+        state, self._last = self._state(batch), step
+        state.unseen += 1
         self._acceptance.add(step.num_drafted, step.accepted, step.num_new)
         if step.num_read:  # and more is done for a prompt than to read it
             return
-        way.left, rest = max(0, way.left - 1), self._rest.get(step.num_drafted)
-        # The step behind waits until the drafter has read a prompt: it tells less than others.
-        if rest is not None and (not has_read or rest.of(batch, is_alike=False) is None):
+        state.left, rest = max(0, state.left - 1), self._rest.get(step.num_drafted)
+        # The step after one with prompts waits until the drafter has read them: it counts less.
+        if rest is not None and (not has_read or rest.of(batch, may_extrapolate=False) is None):
             rest.add(batch, step.seconds - self._forward(batch, step.num_drafted))
 
-    def _way(self, num_texts: int) -> _Way:
+    def _state(self, num_texts: int) -> _SizeState:
         key = bucket(num_texts, ROW_SIZES)
-        if key not in self._ways:
+        if key not in self._states:
             longest = self.lengths[-1]
             left = 0 if self._acceptance.is_known else max(STRETCH, -(-SAMPLES // num_texts))
-            self._ways[key] = _Way(longest, left, kept=longest)
-        return self._ways[key]
+            self._states[key] = _SizeState(longest, left, kept=longest)
+        return self._states[key]
 
-    def _refresh(self, way: _Way, num_texts: int) -> None:
-        """Forget what has not been seen for long: it is tried again then."""
-        if way.unseen < way.wait:
+    def _refresh(self, state: _SizeState, num_texts: int) -> None:
+        """Forget lengths that have not been used for long, so that they are tried again."""
+        if state.unseen < state.wait:
             return
-        way.unseen, way.wait = 0, min(2 * way.wait, LONGEST)
+        state.unseen, state.wait = 0, min(2 * state.wait, LONGEST)
         self._acceptance.forget(self._last.num_drafted)
         for length, rest in self._rest.items():
             if length != self._last.num_drafted:
                 rest.forget(num_texts)
 
-    def _choose(self, way: _Way, num_texts: int) -> None:
-        now = way.num_drafted
+    def _choose(self, state: _SizeState, num_texts: int) -> None:
+        now = state.num_drafted
         speeds = {length: self._speed(length, num_texts) for length in self.lengths}
         best = max(self.lengths, key=lambda length: speeds[length])
         if speeds[best] <= MARGIN * speeds[now]:
-            way.left = STRETCH
-            if now != way.kept:
-                way.kept, way.wait = now, SHORTEST
+            state.left = STRETCH
+            if now != state.kept:
+                state.kept, state.wait = now, SHORTEST
         else:
-            way.left = FEW if best < now else max(FEW, -(-SAMPLES // num_texts))
-            way.num_drafted = best
+            state.left = FEW if best < now else max(FEW, -(-SAMPLES // num_texts))
+            state.num_drafted = best
 
-    def _beside_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
-        """What pays in a forward that reads prompts. kept: in other steps of as many texts."""
+    def _with_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
+        """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
         rest = {length: self._rest_of(length, num_texts) for length in self.lengths}
         if all(seconds is None for seconds in rest.values()):  # each step reads
@@ -282,7 +281,7 @@ class Pace:
         worth = num_texts / max(self._speed(length, num_texts) for length in self.lengths)
 
         def saved(length: int) -> float:
-            """Seconds. What was not seen takes as long as what is kept, at most."""
+            """Seconds. A length that was not measured takes at most as long as the kept one."""
             known = rest[length]
             taken = self._forward(num_texts, length, num_read) + (least if known is None else known)
             return worth * tokens(length) - taken
@@ -292,12 +291,12 @@ class Pace:
         return best if saved(best) - saved(kept) > GAIN * whole else kept
 
     def _speed(self, length: int, num_texts: int) -> float:
-        """Tokens a second of steps that read nothing."""
+        """Tokens a second of steps that read no prompts."""
         tokens = num_texts * self._acceptance.tokens(length)
         return tokens / max(self._seconds(length, num_texts), SOON)
 
     def _seconds(self, length: int, num_texts: int) -> float:
-        """Of such a step; the least that it may take, where it was not seen."""
+        """Seconds of such a step; a lower bound where it was not measured."""
         rest = self._rest_of(length, num_texts)
         if rest is None and length == PLAIN:
             rest = 0.0  # the host may have nothing to do
@@ -313,7 +312,7 @@ class Pace:
 
     def _rest_of(self, length: int, num_texts: int) -> float | None:
         # Without times it holds the forward, which grows otherwise.
-        return self._rest[length].of(num_texts, is_alike=bool(self._times))
+        return self._rest[length].of(num_texts, may_extrapolate=bool(self._times))
 
     def _forward(self, num_texts: int, length: int, num_read: int = 0) -> float:
         own = num_texts * (max(0, length) + 1)

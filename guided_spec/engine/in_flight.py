@@ -1,4 +1,4 @@
-"""Steps that are launched and not committed: one, or two that take turns.
+"""Steps that are launched and not yet committed: one, or two that take turns.
 
 A draft under masks waits for the host at each of its tokens, and meanwhile the device has nothing
 else to do. So the texts of a large batch decode in two halves: one drafts, with the host, while the
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from guided_spec.core import DecodeBatch, PromptPiece
-from guided_spec.engine.pace import ForwardTimes, Pace
+from guided_spec.engine.draft_length import DraftLengthPolicy, ForwardTimes
 from guided_spec.engine.request import Request
 from guided_spec.engine.target.target import Target
 from guided_spec.models.packed.graph_pool import bucket
@@ -40,29 +40,29 @@ class Piece(NamedTuple):
         return cls(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens[end]))
 
 
-class Flight(NamedTuple):
-    """A step that is launched.
+class StepInFlight(NamedTuple):
+    """A launched step.
 
-    requests: of ``batch``. along: of prompts, which its forward reads. pace: that hears of it, if
-    any. num_drafted: as that said, or K. started: when it was.
+    requests: of ``batch``. pieces: prompt pieces that its forward reads. policy: the draft length
+    policy that chose ``num_drafted``; None: K was used. started: time of the launch, in seconds.
     """
 
     requests: Sequence[Request]
-    along: Sequence[Piece]
+    pieces: Sequence[Piece]
     batch: DecodeBatch
     step: Step
-    pace: Pace | None
+    policy: DraftLengthPolicy | None
     num_drafted: int
     started: float
 
     @property
     def everyone(self) -> Iterator[Request]:
-        """Those that decode or read in it; some of them twice."""
+        """Requests that decode or read a prompt in this step; some of them twice."""
         yield from self.requests
-        yield from (piece.request for piece in self.along)
+        yield from (piece.request for piece in self.pieces)
 
     def commit(self, target: Target) -> list[Committed]:
-        """What it gave every text; waits for it."""
+        """Wait for the step; returns what it committed to each text."""
         batch, step = self.batch, self.step
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.packed)
@@ -71,24 +71,24 @@ class Flight(NamedTuple):
         return committed
 
 
-class Flights:
-    """Those of an engine, in the order in which they were launched.
+class StepsInFlight:
+    """The steps in flight of an engine, in the order of their launch.
 
     turns_from: texts that have to decode for two halves of them to take turns; None: never.
     """
 
     def __init__(self) -> None:
-        self._flights = deque[Flight]()
+        self._steps = deque[StepInFlight]()
         self.turns_from: int | None = None
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
     def measure(self, times: ForwardTimes, width: int, most: int) -> None:
-        """From here on, texts may take turns.
+        """Let texts take turns from now on, if that pays.
 
-        times: of forwards; none where nothing was measured, and nobody takes turns. width: tokens
-        of a text in a forward. most: texts at most.
+        times: of forwards; empty where nothing was measured, and then no texts take turns. width:
+        tokens of a text in a forward. most: texts at most.
         """
         for num_texts in range(most, 1, -1) if times else ():
             half = -(-num_texts // 2)
@@ -98,34 +98,34 @@ class Flights:
             self.turns_from = num_texts
 
     def take_turns(self, num_texts: int) -> bool:
-        """Whether so many texts that decode do so in two halves."""
+        """Whether ``num_texts`` texts decode in two halves."""
         if self.turns_from is None:
             return False
-        # Who has begun goes on with somewhat fewer: each change takes about half a step.
-        return num_texts >= (STAYING * self.turns_from if self._flights else self.turns_from)
+        # Once begun, turns go on with somewhat fewer texts: each change costs about half a step.
+        return num_texts >= (STAYING * self.turns_from if self._steps else self.turns_from)
 
-    def launch(self, flight: Flight) -> None:
-        """It is launched."""
-        self._flights.append(flight)
+    def launch(self, step: StepInFlight) -> None:
+        """Add a launched step."""
+        self._steps.append(step)
 
-    def land(self) -> Flight:
-        """The first one, which is to be committed."""
-        return self._flights.popleft()
+    def pop(self) -> StepInFlight:
+        """Remove and return the oldest step, which is to be committed."""
+        return self._steps.popleft()
 
     def drop(self) -> None:
-        """Nobody commits them: their requests have failed."""
-        self._flights.clear()
+        """Forget all steps without a commit: their requests have failed."""
+        self._steps.clear()
 
     @property
     def requests(self) -> set[Request]:
-        """All that decode or read in them."""
-        return {request for flight in self._flights for request in flight.everyone}
+        """Requests that decode or read a prompt in any step in flight."""
+        return {request for step in self._steps for request in step.everyone}
 
     @property
     def reads(self) -> dict[int, int]:
-        """Tokens that the requests which read have read behind them, by their numbers."""
+        """Prompt tokens read once the steps in flight are done, by the requests' numbers."""
         return {
             request.number: tokens.start + len(tokens.token_ids)
-            for flight in self._flights
-            for request, tokens in flight.along
+            for step in self._steps
+            for request, tokens in step.pieces
         }

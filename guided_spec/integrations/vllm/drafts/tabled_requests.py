@@ -1,12 +1,12 @@
-"""Requests whose texts walk along tables of their grammars where vLLM drafts.
+"""Requests whose texts advance in device tables of their grammars where vLLM drafts.
 
-What a step commits moves a text on in its table on the device, and so does every token that is
-drafted: the masks of a draft are there before the host has seen a token, so that vLLM's scheduling
-stays ahead of the device. The host reads the same tokens when they have arrived, and looks only
-whether a text has left a table that holds a part of its grammar.
+Every committed and every drafted token advances a text's state in its table on the device. So the
+masks of a draft exist before the host has seen a token, and vLLM's scheduling stays ahead of the
+device. The host reads the same tokens when they have arrived, and checks only whether a text has
+left a table that holds a part of its grammar.
 
-A table that stands for another language would cost drafts and nothing else: what is written goes by
-the masks of vLLM's scheduler.
+A table of another language would cost drafts and nothing else: the target's tokens are masked by
+vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, follow
 
-TAIL = 4  # words behind a drafter's row: the token that it has to take, else -1; then nothing
+TAIL = 4  # words after a drafter's row: the token that it has to take, else -1; then padding
 
 
 def drafter_rows(rows: Tensor, own: Tensor | None) -> Tensor:
     """Mask rows int32 [R, W] as a drafter reads them: [R, W + TAIL].
 
     own: int32 [W], the tokens that the drafter knows; None: all. Where it knows no legal one, the
-        row's only token stands behind it; if there are several, the row forbids nothing: what is
-        drafted is refused, and the draft is over.
+    row's only token comes after it; if there are several, the row forbids nothing: what is
+    drafted is refused, and the draft is over.
     """
     only = torch.full_like(rows[:, :1], -1)
     if own is not None:
@@ -49,17 +49,17 @@ def drafter_rows(rows: Tensor, own: Tensor | None) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Walking:
-    """text: which of the cursors is its own. table: that the cursor points into. place: where the
-    tokens that the host has read lead, None in a table that nothing leaves."""
+class _TabledRequest:
+    """text: index of its cursor. table: that the cursor points into. place: state after the tokens
+    that the host has read, None in a table that no text leaves."""
 
     text: int
     table: TokenTable
     place: TableState | None
 
 
-class Walks:
-    """Those of the running requests whose grammars have tables, by vLLM's names.
+class TabledRequests:
+    """The running requests whose grammars have tables, by vLLM's names.
 
     requests: at most, that run at a time. num_draft: K. vocab_size: V, of the target. own: int32
     [W], the tokens that the drafter knows; None: all. device: the drafter's. table_bytes: of its
@@ -85,8 +85,8 @@ class Walks:
         self._cursors = torch.zeros(requests + 1, CURSOR, dtype=torch.int64, device=device)
         self._draft = TableWalk.of(num_draft, requests, device)
         self._free = list(range(requests))
-        self._walking: dict[str, _Walking] = {}
-        self._in_use = Counter[TokenTable]()  # how many walk along each
+        self._requests: dict[str, _TabledRequest] = {}
+        self._in_use = Counter[TokenTable]()  # number of requests of each
         self._moved: dict[int, NDArray[np.int64]] = {}  # cursors that the device does not have yet
         self._names: list[str] | None = None  # of the batch that ``_texts`` is of
         self._texts = torch.empty(0, dtype=torch.int64, device=device)
@@ -94,7 +94,7 @@ class Walks:
     def compile_ahead(self) -> None:
         """Compile the kernels, on a CUDA device: the first table comes while requests are served.
 
-        No text may walk yet.
+        No request may use a table yet.
         """
         if self._device.type != "cuda":
             return
@@ -104,7 +104,7 @@ class Walks:
             self.launch_all()
 
     def launch_all(self) -> None:
-        """Launch each kernel of ``commit``, and of a walk that ``start`` gives; moves no text.
+        """Launch each kernel of ``commit``, and of a walk that ``start`` returns; advances no text.
 
         vLLM's runners have their tokens and counts in different types.
         """
@@ -115,13 +115,13 @@ class Walks:
             follow(counts.to(token_type).view(1, 1), counts, none, self._cursors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._walking
+        return name in self._requests
 
     def begin(self, name: str, table: TokenTable, token_ids: Sequence[int]) -> int:
-        """A request walks from here on, behind its committed tokens, if it can.
+        """Let a request advance in ``table`` from now on, after its committed tokens, if it can.
 
-        Returns its table's fingerprint; ``NEVER`` where the table does not hold its text, ``LATER``
-        where there is no room for now: it does not walk then.
+        Returns its table's fingerprint, else ``NEVER`` where the table does not hold its text, or
+        ``LATER`` where memory is short for now.
         """
         states = table.states(0, token_ids)
         if len(states) < len(token_ids):
@@ -132,7 +132,7 @@ class Walks:
             return LATER
         text = self._free.pop()
         place = None if table.is_whole else TableState(table, state)
-        self._walking[name] = _Walking(text, table, place)
+        self._requests[name] = _TabledRequest(text, table, place)
         self._in_use[table] += 1
         self._moved[text] = cursor
         self._names = None
@@ -140,34 +140,34 @@ class Walks:
 
     def forget(self, name: str) -> None:
         """A request has ended, or goes on without a table; any other name changes nothing."""
-        walking = self._walking.pop(name, None)
-        if walking is not None:
-            self._free.append(walking.text)
-            self._in_use[walking.table] -= 1
-            if not self._in_use[walking.table]:
-                del self._in_use[walking.table]
-            self._moved[walking.text] = np.zeros(CURSOR, dtype=np.int64)
+        request = self._requests.pop(name, None)
+        if request is not None:
+            self._free.append(request.text)
+            self._in_use[request.table] -= 1
+            if not self._in_use[request.table]:
+                del self._in_use[request.table]
+            self._moved[request.text] = np.zeros(CURSOR, dtype=np.int64)
             self._names = None
 
     def read(self, name: str, token_ids: Sequence[int]) -> None:
         """The host has read what a request committed; one that has left its table is forgotten."""
-        walking = self._walking.get(name)
-        place = None if walking is None else walking.place
+        request = self._requests.get(name)
+        place = None if request is None else request.place
         if place is not None and not place.advance(token_ids):
             self.forget(name)
 
     def commit(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """What a step sampled, as of ``GrammarRequests.note``; in all steps."""
-        if self._walking:
+        if self._requests:
             known = token_ids.where(token_ids < self._vocab_size, -1)  # vLLM's are none beyond
             follow(known, num_tokens, self._texts_of(names), self._cursors)
 
     def start(self, names: Sequence[str]) -> TableWalk | None:
-        """The walk of a batch's drafts, from where its texts stand; None where none has a table.
+        """A walk for a batch's drafts, from the states of its texts; None where none has a table.
 
         It is in use until the next one is started.
         """
-        if not any(name in self._walking for name in names):
+        if not any(name in self._requests for name in names):
             return None
         self._draft.begin(self._cursors.index_select(0, self._texts_of(names)))
         return self._draft
@@ -180,7 +180,7 @@ class Walks:
             self._cursors.index_copy_(0, to_device([*moved], self._device), rows)
         if self._names != names:
             none = len(self._cursors) - 1
-            found = (self._walking.get(name) for name in names)
+            found = (self._requests.get(name) for name in names)
             texts = [none if one is None else one.text for one in found]
             self._texts, self._names = to_device(texts, self._device), [*names]
         return self._texts

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from guided_spec.grammar.tables.token_table import REFUSED, TokenTable
-from guided_spec.integrations.vllm.drafts.walks import TAIL, Walks, drafter_rows
+from guided_spec.integrations.vllm.drafts.tabled_requests import TAIL, TabledRequests, drafter_rows
 from guided_spec.integrations.vllm.ranks import LATER, NEVER
 from guided_spec.masks.rows import TableWalk
 from guided_spec.ops.mask_words import ids_of, row_of
@@ -39,11 +39,11 @@ def test_what_a_drafter_reads(own: list[int] | None) -> None:
             assert ids_of(row, VOCABULARY) == ids
 
 
-def walks(requests: int = 3, room: int = 2**24) -> Walks:
-    return Walks(requests, DEPTH, VOCABULARY, None, CPU, room)
+def tabled(requests: int = 3, table_bytes: int = 2**24) -> TabledRequests:
+    return TabledRequests(requests, DEPTH, VOCABULARY, None, CPU, table_bytes)
 
 
-def legal_way(table: TokenTable, length: int) -> list[int]:
+def legal_path(table: TokenTable, length: int) -> list[int]:
     """A text of a table that it holds, from the start."""
     state, found = 0, list[int]()
     for _ in range(length):
@@ -71,15 +71,15 @@ def whole_table(seed: int) -> TokenTable:
 
 def test_texts_stand_where_they_were_followed_to() -> None:
     """However tokens come: with the request, committed, or drafted; and slots are used again."""
-    own = walks(4)
+    own = tabled(4)
     tables = [whole_table(seed) for seed in range(3)]
-    ways = [legal_way(table, 9) for table in tables]
-    for at, (table, way) in enumerate(zip(tables, ways, strict=True)):
-        assert own.begin(str(at), table, way[:at])
+    paths = [legal_path(table, 9) for table in tables]
+    for at, (table, path) in enumerate(zip(tables, paths, strict=True)):
+        assert own.begin(str(at), table, path[:at])
     assert own.begin("waits", tables[0], []) > LATER
     assert own.begin("more", tables[0], []) == LATER  # no slot is left
     names = ["2", "free", "0", "1"]
-    sampled = [ways[2][2:4], [5], ways[0][:3], []]
+    sampled = [paths[2][2:4], [5], paths[0][:3], []]
     tokens = torch.tensor([[*row, *[-1] * (3 - len(row))] for row in sampled])
     own.commit(names, tokens, torch.tensor([len(row) for row in sampled], dtype=torch.int32))
     walk = own.start(names)
@@ -91,19 +91,19 @@ def test_texts_stand_where_they_were_followed_to() -> None:
                 assert (row == -1).all()
                 continue
             at = int(name)
-            states = tables[at].states(0, ways[at][: starts[name] + place])
+            states = tables[at].states(0, paths[at][: starts[name] + place])
             assert torch.equal(row, torch.from_numpy(tables[at].row(states[-1])))
         if place < DEPTH:
             drawn = [
-                5 if name == "free" else ways[int(name)][starts[name] + place] for name in names
+                5 if name == "free" else paths[int(name)][starts[name] + place] for name in names
             ]
             assert walk is not None
             walk.append(place, torch.tensor(drawn))
     own.forget("0")
     own.forget("0")
-    assert own.begin("more", tables[1], ways[1][:2]) > LATER
+    assert own.begin("more", tables[1], paths[1][:2]) > LATER
     found = rows_of(own.start(["more", "0"]), 0, 2)
-    state = tables[1].states(0, ways[1][:2])[-1]
+    state = tables[1].states(0, paths[1][:2])[-1]
     assert torch.equal(found[0], torch.from_numpy(tables[1].row(state)))
     assert (found[1] == -1).all()
     assert own.start(["0", "free"]) is None
@@ -111,34 +111,34 @@ def test_texts_stand_where_they_were_followed_to() -> None:
 
 def test_a_text_that_leaves_its_table_is_the_hosts_again() -> None:
     table = whole_table(1)
-    table.then[table.after(0, legal_way(table, 1)[0])] = -3  # outside, whatever comes
-    way = legal_way(table, 1)
-    own = walks()
+    table.then[table.after(0, legal_path(table, 1)[0])] = -3  # outside, whatever comes
+    path = legal_path(table, 1)
+    own = tabled()
     assert own.begin("a", table, []) > LATER
-    own.commit(["a"], torch.tensor([way]), torch.tensor([1]))
-    own.read("a", way)
+    own.commit(["a"], torch.tensor([path]), torch.tensor([1]))
+    own.read("a", path)
     assert "a" in own
     own.commit(["a"], torch.tensor([[3]]), torch.tensor([1]))
     assert (rows_of(own.start(["a"]), 0, 1) == -1).all()  # the host does not know yet
     own.read("a", [3])
     assert "a" not in own
-    assert own.begin("a", table, [*way, 3]) == NEVER
+    assert own.begin("a", table, [*path, 3]) == NEVER
 
 
 def test_tokens_outside_of_the_vocabulary_are_none() -> None:
     table = whole_table(2)
-    way, own = legal_way(table, 2), walks()
+    path, own = legal_path(table, 2), tabled()
     assert own.begin("a", table, []) > LATER
-    tokens = torch.tensor([[way[0], VOCABULARY, -1, 10**6, way[1]]], dtype=torch.int32)
+    tokens = torch.tensor([[path[0], VOCABULARY, -1, 10**6, path[1]]], dtype=torch.int32)
     own.commit(["a"], tokens, torch.tensor([5]))
-    expected = torch.from_numpy(table.row(table.states(0, way)[-1]))
+    expected = torch.from_numpy(table.row(table.states(0, path)[-1]))
     assert torch.equal(rows_of(own.start(["a"]), 0, 1)[0], expected)
 
 
 def test_tables_in_use_stay() -> None:
     tables = [whole_table(seed) for seed in range(3)]
     size = max(table.memory_size_bytes for table in tables)
-    own = walks(room=2 * size)
+    own = tabled(table_bytes=2 * size)
     assert own.begin("a", tables[0], []) > LATER
     assert own.begin("a too", tables[0], []) > LATER
     own.forget("a too")
@@ -153,7 +153,7 @@ def test_a_device_without_room_has_no_tables(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*args: Any) -> Any:
         raise torch.OutOfMemoryError(args)
 
-    own = walks()
+    own = tabled()
     monkeypatch.setattr("guided_spec.masks.rows.DeviceTables._hold", fail)
     assert own.begin("a", whole_table(0), []) == LATER
 
