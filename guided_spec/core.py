@@ -175,12 +175,12 @@ class DraftInFlight(Protocol):
         ...
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         """Whether the host knows the tokens already, and has walked them through the grammars."""
         ...
 
     @property
-    def answer(self) -> Callable[[], None] | None:
+    def serve_mailbox(self) -> Callable[[], None] | None:
         """What the device waits for the host to do before the draft goes on; None for nothing.
 
         Whoever waits for the device before ``finish`` calls it first: the device goes on after a
@@ -204,27 +204,27 @@ class DraftInFlight(Protocol):
         ...
 
 
-CarryOn = Callable[[Accepted, TargetOutput, Download], object | None]
+LaunchCarry = Callable[[Accepted, TargetOutput, Download], object | None]
 """See ``DraftInFlight.carry``."""
 
 
 class FinishedDraft(NamedTuple):
     """A draft that the host knows: nothing of it is in flight.
 
-    carry_on: what is carried on; None: nothing is.
+    launch_carry: what is carried on; None: nothing is.
     """
 
     draft: Draft
     most: tuple[int, ...]
-    carry_on: CarryOn | None = None
+    launch_carry: LaunchCarry | None = None
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         """It is."""
         return True
 
     @property
-    def answer(self) -> None:
+    def serve_mailbox(self) -> None:
         """Nothing."""
 
     def finish(self) -> Draft:
@@ -232,8 +232,8 @@ class FinishedDraft(NamedTuple):
         return self.draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        """See ``carry_on``."""
-        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
+        """See ``launch_carry``."""
+        return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
 @runtime_checkable

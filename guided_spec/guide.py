@@ -254,9 +254,9 @@ class Batches:
             sources=stacked.sources,
         )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what still fills mask rows of a step that raised."""
-        self._rows.settle()
+        self._rows.synchronize()
 
     def forget_ended(self) -> None:
         """Let go of batches with texts that have ended."""

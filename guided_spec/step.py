@@ -42,7 +42,7 @@ class Step(NamedTuple):
     num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
     packed: for ``commit``: ``accepted`` on its way to the host.
     output: of the verify forward, for whoever keeps the hidden states of the accepted tokens.
-    flight: of the draft, for ``carry_on``.
+    flight: of the draft, for ``launch_carry``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
     """
@@ -57,19 +57,19 @@ class Step(NamedTuple):
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
 
-    def carry_on(self, side: SideStream | None = None) -> object | None:
+    def launch_carry(self, side: SideStream | None = None) -> object | None:
         """Launch what the next step of these requests goes on from, see ``Proposer.begin``.
 
         Once, before ``commit`` waits for the device. side: as of ``speculative_step``.
         """
-        given = (self.accepted, self.output, self.packed)
+        committed = (self.accepted, self.output, self.packed)
         if side is None:
-            return self.flight.carry(*given)
-        side.follow_download(self.packed)
-        side.lend(self.accepted.token_ids, self.accepted.num_accepted)
-        side.lend(self.output.hidden_states, *self.output.prompts.values())
+            return self.flight.carry(*committed)
+        side.after_download(self.packed)
+        side.borrow(self.accepted.token_ids, self.accepted.num_accepted)
+        side.borrow(self.output.hidden_states, *self.output.prompts.values())
         with side.use():
-            return self.flight.carry(*given)
+            return self.flight.carry(*committed)
 
     def token_logprobs(self, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
         """Of the tokens that each request gained; none where nobody asks."""
@@ -98,7 +98,7 @@ def speculative_step(
     """Draft, verify in one forward, and keep what the batch's verifier accepts.
 
     noise: None draws what the batch's seeds give for a draft of this length.
-    carry: what ``carry_on`` of the step before returned; None is always right, and may be slower.
+    carry: what ``launch_carry`` of the step before returned; None is always right, and may be slower.
     side: where the draft is made, beside what the current stream still has to do, for a target
         whose ``verify`` does no more than launch a CUDA graph: all mask rows are filled behind the
         launch, and no thread competes with it. None: the forward may keep the host busy, too.
@@ -111,7 +111,7 @@ def speculative_step(
         flight = proposer.begin(batch, lookahead, carry)
         # Another thread would hold the interpreter while the forward is to be launched. That pays
         # where the launch takes long; else ``finish`` fills the rows when it is done.
-        if flight.is_walked and not launches_at_once:
+        if flight.is_advanced and not launches_at_once:
             lookahead.start()
     side.join()
     with named_range("verify"):

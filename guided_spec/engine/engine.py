@@ -237,7 +237,7 @@ class Engine:
         if len(running) == 1 or self._is_parallel:
             self.fail(running, error)
             return
-        self._batches.settle()
+        self._batches.synchronize()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self._suspects.split(running, error)
@@ -505,7 +505,7 @@ class Engine:
         if not requests:
             return False
         if not self._flights:
-            self._side.follow()
+            self._side.after_current()
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
         pace, count = self._pace_of(requests), self.config.num_draft_tokens
@@ -543,7 +543,7 @@ class Engine:
     def _commit_flight(self, flight: Flight) -> None:
         """First of all launch what does not depend on the host, which then waits for the step."""
         requests, along, batch, step, pace, num_drafted, started = flight
-        self._carry = step.carry_on(self._side)
+        self._carry = step.launch_carry(self._side)
         if self._runs_ahead(flight):
             self._target.run_ahead(batch, step.accepted.token_ids)
         self._intake.bind_next()

@@ -77,18 +77,18 @@ class Fork:
         self.clock: Callable[[], float] = time.perf_counter
         self.seconds = self.cpu_seconds = 0.0
         self._source: Source | None = None  # goes alone
-        self._unheard: list[int] = []  # what it took, committed tokens among them
+        self._pending: list[int] = []  # what it took, committed tokens among them
 
     @property
     def matcher(self) -> Matcher:
         """Behind the draft."""
         if self._source is not None:
-            self._settle()
+            self._synchronize()
         return self._matcher
 
     @matcher.setter
     def matcher(self, matcher: Matcher) -> None:
-        self._settle()
+        self._synchronize()
         self._matcher = matcher
 
     @property
@@ -106,7 +106,7 @@ class Fork:
         """Whether the last token ended the text."""
         if self._source is None:
             return self._matcher.is_terminated()
-        return bool(self._unheard) and self._unheard[-1] in self._source.stops
+        return bool(self._pending) and self._pending[-1] in self._source.stops
 
     @property
     def row_source(self) -> RowSource:
@@ -117,8 +117,8 @@ class Fork:
 
     def begin(self) -> None:
         """What is accepted next is a draft."""
-        if self._source is None or len(self._unheard) >= self._source.reach:
-            self._settle()
+        if self._source is None or len(self._pending) >= self._source.reach:
+            self._synchronize()
             source = self._matcher.source()
             self._source = source if source is not None and source.reach > 0 else None
 
@@ -127,14 +127,14 @@ class Fork:
         if token_id in self._excluded:
             return False
         source = self._source
-        if source is not None and len(self._unheard) >= source.reach:
+        if source is not None and len(self._pending) >= source.reach:
             self.begin()
             source = self._source
         if not (self._matcher if source is None else source.matcher).accept_token(token_id):
             return False
         self.token_ids.append(token_id)
         if source is not None:
-            self._unheard.append(token_id)
+            self._pending.append(token_id)
         return True
 
     def rollback_to(self, length: int) -> None:
@@ -142,9 +142,9 @@ class Fork:
         surplus = len(self.token_ids) - length
         if surplus <= 0:
             return
-        if self._source is not None and surplus <= len(self._unheard):
+        if self._source is not None and surplus <= len(self._pending):
             self._source.matcher.rollback(surplus)
-            del self._unheard[-surplus:]
+            del self._pending[-surplus:]
         else:
             self.matcher.rollback(surplus)
         del self.token_ids[length:]
@@ -176,12 +176,12 @@ class Fork:
         self.token_ids.clear()
         self.kept = None
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Bring the matcher to where its source went."""
         self._source = None
-        if self._unheard:
-            self._matcher.follow(self._unheard)
-            self._unheard = []
+        if self._pending:
+            self._matcher.follow(self._pending)
+            self._pending = []
 
 
 class Constraint:
@@ -414,15 +414,15 @@ class Constraint:
         if fork.token_ids or len(behind) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
             is_refused = fork.advance(behind) < len(behind)
         else:  # it has no draft: one of the original's stands there, too
-            self._settle_fork(fork, start)
+            self._commit_fork_safely(fork, start)
             self._advance_original()
             fork = self._fork
             fork.matcher = self._original.fork()
-        self._settle_fork(fork, start)
+        self._commit_fork_safely(fork, start)
         if is_refused or fork.is_terminated:
             self._rebuild()
 
-    def _settle_fork(self, fork: Fork, start: int) -> None:
+    def _commit_fork_safely(self, fork: Fork, start: int) -> None:
         """``_commit_fork`` of a text that is committed; why that cannot be is kept."""
         try:
             self._commit_fork(fork, start)

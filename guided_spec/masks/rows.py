@@ -45,7 +45,7 @@ class TableStarts(NamedTuple):
     states: list[int]
 
 
-class TableWalk(NamedTuple):
+class TableAdvance(NamedTuple):
     """Where the texts of a step go along their tables while they are drafted, token by token.
 
     cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and behind the last;
@@ -58,7 +58,7 @@ class TableWalk(NamedTuple):
     sources: Tensor
 
     @classmethod
-    def of(cls, length: int, rows: int, device: torch.device) -> TableWalk:
+    def of(cls, length: int, rows: int, device: torch.device) -> TableAdvance:
         """Memory for ``length`` tokens of as many rows."""
         cursors = torch.zeros(length + 1, rows, CURSOR, dtype=torch.int64, device=device)
         return cls(cursors, cursors.new_zeros(length + 1, rows))
@@ -70,30 +70,30 @@ class TableWalk(NamedTuple):
         self.cursors[0, count:] = 0
         self.sources[0] = self.cursors[0, :, SOURCE]
 
-    def mask(self, place: int, out: Tensor, *, is_blank: bool = False) -> None:
-        """Copy the rows before token ``place`` to ``out``, int32 [B, W]; others' are left alone.
+    def mask(self, index: int, out: Tensor, *, is_blank: bool = False) -> None:
+        """Copy the rows before token ``index`` to ``out``, int32 [B, W]; others' are left alone.
 
         is_blank: others' forbid nothing.
         """
-        copy_rows(self.sources[place, : len(out)], out, is_blank=is_blank)
+        copy_rows(self.sources[index, : len(out)], out, is_blank=is_blank)
 
-    def append(self, place: int, token_ids: Tensor) -> None:
-        """Token ``place`` of each text is this one, int64 [B] target ids; -1 for none."""
+    def append(self, index: int, token_ids: Tensor) -> None:
+        """Token ``index`` of each text is this one, int64 [B] target ids; -1 for none."""
         count = len(token_ids)
-        cursors = self.cursors[place + 1, :count].copy_(self.cursors[place, :count])
-        advance(token_ids, cursors, self.sources[place + 1, :count])
+        cursors = self.cursors[index + 1, :count].copy_(self.cursors[index, :count])
+        advance(token_ids, cursors, self.sources[index + 1, :count])
 
 
-def launch_walk(words: int, device: torch.device) -> None:
+def launch_table_rows(words: int, device: torch.device) -> None:
     """Launch each kernel that a walk over rows of ``words`` launches, for who compiles them ahead.
 
     A table may come at any time: the texts of that step would wait for them.
     """
-    walk = TableWalk.of(1, 1, device)
+    texts = TableAdvance.of(1, 1, device)
     rows = torch.empty(1, words, dtype=torch.int32, device=device)
     for is_blank in (False, True):
-        walk.mask(0, rows, is_blank=is_blank)
-    walk.append(0, torch.zeros(1, dtype=torch.int64, device=device))
+        texts.mask(0, rows, is_blank=is_blank)
+    texts.append(0, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 class _Held(NamedTuple):
@@ -374,7 +374,7 @@ class MaskUpload:
         """Start a step: what was launched so far still reads the last step's rows."""
         self._is_read.record(torch.cuda.current_stream(self._device))
 
-    def place(self, requests: int, depths: int) -> Tensor:
+    def verify_buffer(self, requests: int, depths: int) -> Tensor:
         """[requests, depths, W] to be written, where ``verify_rows`` would leave others."""
         return self._rows[: requests * depths].view(requests, depths, -1)
 
@@ -458,7 +458,7 @@ class MaskRows:
         What ``first`` and ``at_depths`` returned in the step before may change from here on, for
         whatever is launched later.
         """
-        self.settle()
+        self.synchronize()
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)
@@ -467,15 +467,15 @@ class MaskRows:
         if self._upload is not None:
             self._upload.begin()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the thread that still fills rows of a step that raised."""
         if self._filling is not None:
             self._filling.exception()
             self._filling = None
 
-    def fill_beside(self, fill: Callable[[], None]) -> Future[None]:
+    def fill_overlapped(self, fill: Callable[[], None]) -> Future[None]:
         """Run ``fill``, which fills rows of this step, on another thread."""
-        self._filling = _beside().submit(fill)
+        self._filling = _fill_thread().submit(fill)
         return self._filling
 
     def fill(self, matcher: RowSource, request: int, depth: int) -> None:
@@ -483,13 +483,13 @@ class MaskRows:
         self._block.fill(matcher, self._at(request, depth))
 
     def fill_many(
-        self, batch: XGrammarBatch, matchers: Sequence[Any], places: Sequence[tuple[int, int]]
+        self, batch: XGrammarBatch, matchers: Sequence[Any], cells: Sequence[tuple[int, int]]
     ) -> None:
-        """Fill the row at ``places[i]``, (request, depth), from matcher i, for all i, in one call.
+        """Fill the row at ``cells[i]``, (request, depth), from matcher i, for all i, in one call.
 
         All the matchers are xgrammar's own.
         """
-        rows = [depth * self._active + request for request, depth in places]
+        rows = [depth * self._active + request for request, depth in cells]
         self._block.fill_many(batch, matchers, rows)
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
@@ -518,21 +518,21 @@ class MaskRows:
             sent = self._upload.next_rows(rows)
             self._block.hold(sent.copied)
             return sent.rows
-        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        numbers = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
         if self._upload is None:
-            return self._block.gather(places)
+            return self._block.gather(numbers)
         staged = self._upload.stage(len(depths))
-        self._block.gather(places, staged)
+        self._block.gather(numbers, staged)
         return self._upload.next_rows(staged).rows
 
-    def addresses(self, places: Sequence[tuple[int, int]], count: int) -> list[int]:
-        """Where the filled rows at ``places``, (request, depth), lie on the host: [count].
+    def addresses(self, cells: Sequence[tuple[int, int]], count: int) -> list[int]:
+        """Where the filled rows at ``cells``, (request, depth), lie on the host: [count].
 
         By request; the others' forbid nothing. Whoever reads there has to be done before the next
         ``clear`` but one.
         """
         rows = [self._none] * count
-        for request, depth in places:
+        for request, depth in cells:
             rows[request] = depth * self._active + request
         return self._block.addresses(rows)
 
@@ -552,7 +552,7 @@ class MaskRows:
         elif is_filled:
             found = self._sent(requests, depths)
         else:
-            found = self._upload.place(requests, depths)
+            found = self._upload.verify_buffer(requests, depths)
         copy_rows(sources[:depths, :requests].T, found, is_blank=not is_filled)
         return found
 
@@ -590,5 +590,5 @@ def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
 
 
 @once_per_process
-def _beside() -> ThreadPoolExecutor:
+def _fill_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

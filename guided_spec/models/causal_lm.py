@@ -24,7 +24,7 @@ from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 from guided_spec.ops.kernels import has_triton
@@ -132,7 +132,7 @@ class CausalLM:
     num_slots: texts at a time. max_length: tokens of a text.
     form: its packed form for this ``max_length``, found before; None for none.
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
-    beside: the tables by which another model keeps the same texts: a packed form keeps its own keys
+    shared_blocks: the tables by which another model keeps the same texts: a packed form keeps its own keys
         and values by them, and leaves it to that model's owner which slot has which blocks.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
@@ -159,7 +159,7 @@ class CausalLM:
         kernels: Kernels = "auto",
         form: PackedForm | Literal["find"] | None = "find",
         num_blocks: int | None = None,
-        beside: Blocks | None = None,
+        shared_blocks: Blocks | None = None,
         width: int = 1,
         longest_draft: int = LONGEST_DRAFT,
         window: CaptureWindow | None = None,
@@ -176,7 +176,7 @@ class CausalLM:
         self.blocks: Blocks | None = None
         self._packed: PackedLM | None = None
         self._slots: StockSlots | None = None
-        self._is_guest = beside is not None  # whose tables are not its own
+        self._is_guest = shared_blocks is not None  # whose tables are not its own
         self._longest_draft = longest_draft
         self._counts: Sequence[int] = ()  # tokens of the rows just fed
         found = PackedForm.of(model, kernels, max_length) if form == "find" else form
@@ -184,7 +184,7 @@ class CausalLM:
             self._slots = _stock_slots(model, num_slots, max_length)
             SlotTrial(self._slots).check_stock()
             return
-        self.blocks = beside or Blocks(num_slots, max_length, self.device, num_blocks)
+        self.blocks = shared_blocks or Blocks(num_slots, max_length, self.device, num_blocks)
         memory = found.allocate(self.blocks, num_slots, longest_draft)
         # Without graphs there is nothing to fill a forward up for, other than in tests.
         is_padded = self.device.type == "cuda" or kernels == "packed"
@@ -242,7 +242,7 @@ class CausalLM:
         token_ids: Tensor,
         rows: Rows,
         hidden_layers: tuple[int, ...] = (),
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> LineOutput:
         """``forward`` of tokens int64 [N] in one line; of a packed model.
 
@@ -250,7 +250,7 @@ class CausalLM:
         """
         assert self._packed is not None, "stock models take one row a slot"
         self._counts = rows.counts
-        return self._packed.forward_line(token_ids, rows, hidden_layers, beside)
+        return self._packed.forward_line(token_ids, rows, hidden_layers, overlapped)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -412,12 +412,12 @@ def _can_be_captured(
     ids = torch.tensor(PROBE, device=device)
     steps = torch.arange(len(PROBE), device=device)
     rows = torch.tensor([[0], [0], [len(PROBE)]], device=device)
-    places = SlotPlaces(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
+    index = SlotIndex(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
     try:
-        decoder.forward(ids, places, memory)
+        decoder.forward(ids, index, memory)
         if device.type == "cuda":  # the first one may have waited to set up libraries
             with refusing_waits():
-                decoder.forward(ids, places, memory)
+                decoder.forward(ids, index, memory)
     except ModelError:  # of the attention over slots, for what it does not support
         return False
     except RuntimeError as error:

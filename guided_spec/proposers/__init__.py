@@ -77,10 +77,10 @@ def require_proposer(spec: str) -> None:
         name, _, argument = member.partition(":")
         if name not in proposer_names():
             raise _unknown(name)
-        _require_place(name, argument)
+        _require_argument_allowed(name, argument)
 
 
-def _require_place(name: str, argument: str) -> None:
+def _require_argument_allowed(name: str, argument: str) -> None:
     if argument and name in _PLAIN:
         fix = f"{name} takes nothing behind the colon: pass {name!r}"
         raise ConfigError("proposer", f"{name}:{argument}", fix)
@@ -98,7 +98,7 @@ def build_proposer(spec: str, context: ProposerContext) -> Proposer:
     whatever its own constructor raises.
     """
     name, _, argument = spec.partition(":")
-    _require_place(name, argument)
+    _require_argument_allowed(name, argument)
     from guided_spec.core import from_propose  # loads torch
 
     return from_propose(_find(name)(replace(context, argument=argument)))

@@ -51,7 +51,7 @@ class _Flying(NamedTuple):
 class _Turns:
     """The turns that the members take in one step.
 
-    walked: what is drafted, and known to the host. flying: what comes behind it, if anything does.
+    advanced: what is drafted, and known to the host. flying: what comes behind it, if anything does.
     last: [members] the last flight of each, None before its first turn.
     """
 
@@ -63,7 +63,7 @@ class _Turns:
         lookahead: Lookahead,
         carried: _Carried,
     ) -> None:
-        self.walked = _Part(no_draft(batch), (0,) * len(batch))
+        self.advanced = _Part(no_draft(batch), (0,) * len(batch))
         self.flying: _Flying | None = None
         self.last: list[DraftInFlight | None] = [None] * len(members)
         self._names, self._members = names, members
@@ -74,7 +74,7 @@ class _Turns:
         """The first member drafts, up to ``ends`` [B] tokens of the draft."""
         starts = self._lookahead.lengths
         with self._lookahead.until(ends):
-            self._walk(self._begin(0, self._batch), starts)
+            self._advance(self._begin(0, self._batch), starts)
 
     def fill(self, member: int, left: Sequence[int]) -> list[int]:
         """Another one drafts ``left`` [B] tokens at most, and the first behind it.
@@ -84,9 +84,9 @@ class _Turns:
         batch, lookahead, proposer = self._batch, self._lookahead, self._members[member]
         if self.flying is not None:
             if self.last[member] is None:
-                answer = self.flying.flight.answer
-                if answer is not None:  # who reads may wait for the device
-                    answer()
+                serve_mailbox = self.flying.flight.serve_mailbox
+                if serve_mailbox is not None:  # who reads may wait for the device
+                    serve_mailbox()
                 # Hidden states come once: it has to get them even if its turn never comes.
                 self._begin(member, replace(batch, num_draft_tokens=0))
             return list(left)
@@ -100,7 +100,7 @@ class _Turns:
             if proposer.ends_chains:
                 self.flying = _Flying(flight, ends)
                 return list(left)
-            self._walk(flight, starts)
+            self._advance(flight, starts)
         gained = [now - start for now, start in zip(lookahead.lengths, starts, strict=True)]
         if any(gained):
             self.draft_first([batch.mask_rows.depths * (count > 0) for count in gained])
@@ -115,12 +115,12 @@ class _Turns:
         self.last[member] = flight
         return flight
 
-    def _walk(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
+    def _advance(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
         """The draft of ``flight`` goes behind ``starts`` [B] tokens."""
         draft = flight.finish()
         # A token that the grammar refused may be left out of the draft, which is then shorter.
         lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)
-        self.walked = self.walked.join(
+        self.advanced = self.advanced.join(
             draft, tuple(min(now - start, most) for now, start, most in lengths)
         )
 
@@ -134,14 +134,14 @@ class _ChainDraft(NamedTuple):
     lookahead: Lookahead
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         flying = self.turns.flying
-        return flying is None or flying.flight.is_walked
+        return flying is None or flying.flight.is_advanced
 
     @property
-    def answer(self) -> Callable[[], None] | None:
+    def serve_mailbox(self) -> Callable[[], None] | None:
         flying = self.turns.flying
-        return None if flying is None else flying.flight.answer
+        return None if flying is None else flying.flight.serve_mailbox
 
     def finish(self) -> Draft:
         flying = self.turns.flying
@@ -149,7 +149,7 @@ class _ChainDraft(NamedTuple):
             return self.draft
         with self.lookahead.until(flying.ends):
             last = flying.flight.finish()
-        return self.turns.walked.join(last, flying.flight.most).draft
+        return self.turns.advanced.join(last, flying.flight.most).draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         return _Carried(
@@ -199,7 +199,7 @@ class Chain(Proposer):
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
             pairs = zip(left, lookahead.is_open, strict=True)
             is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)
-        whole = turns.walked
+        whole = turns.advanced
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
         return _ChainDraft(*whole, turns, lookahead)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import ProposerContext
-from guided_spec.masks.rows import TabledTexts, TableWalk
+from guided_spec.masks.rows import TableAdvance, TabledTexts
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
@@ -123,7 +123,7 @@ class DraftChooser:
         self._held = GraphSampling()
         self._buffers: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
-        self._walks: dict[tuple[int, int], TableWalk] = {}  # by length and size
+        self._advances: dict[tuple[int, int], TableAdvance] = {}  # by length and size
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
     @classmethod
@@ -133,20 +133,20 @@ class DraftChooser:
         """For a proposer of ``context``: with graphs on CUDA, captured while its window is open."""
         device = context.device
         is_cuda = device.type == "cuda"
-        graphs = GraphPool(device, context.window, is_beside=True) if is_cuda else None
+        graphs = GraphPool(device, context.window, is_on_side_stream=True) if is_cuda else None
         return cls(target_ids, graphs, sources)
 
-    def begin_walk(self, texts: TabledTexts, length: int, device: torch.device) -> TableWalk:
+    def begin_advance(self, texts: TabledTexts, length: int, device: torch.device) -> TableAdvance:
         """For texts that go along tables for ``length`` tokens, from ``choose`` to ``choose``.
 
         The next one lies in the same memory.
         """
         size = bucket(len(texts.cursors))
-        if (length, size) not in self._walks:
-            self._walks[length, size] = TableWalk.of(length, size, device)
-        walk = self._walks[length, size]
-        walk.begin(texts.cursors)
-        return walk
+        if (length, size) not in self._advances:
+            self._advances[length, size] = TableAdvance.of(length, size, device)
+        tabled = self._advances[length, size]
+        tabled.begin(texts.cursors)
+        return tabled
 
     def choose(
         self,
@@ -155,12 +155,12 @@ class DraftChooser:
         mask: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
-        walk: TableWalk | None = None,
+        tabled: TableAdvance | None = None,
     ) -> Chosen:
         """As ``choose_draft``, for the token ``depth`` places behind ``noise.positions``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
-            for all tokens of a draft. walk: of texts whose rows of the mask come from tables, which
+            for all tokens of a draft. tabled: the texts whose rows of the mask come from tables, which
             may be written into ``mask``; the tokens lead it on.
         """
         batch = len(logits)
@@ -168,7 +168,7 @@ class DraftChooser:
         largest = LARGEST if noise is None else LARGEST_SAMPLED
         if self._graphs is None or size * logits.shape[1] > largest:
             at = None if noise is None else noise._replace(positions=noise.positions + depth)
-            return self._choose_at(depth, logits, mask, sampling, at, walk)
+            return self._choose_at(depth, logits, mask, sampling, at, tabled)
         # Rows behind the batch's own are drawn too, from whatever stands there.
         inputs, fixed = self._split(logits, mask, size)
         if noise is not None:
@@ -177,14 +177,14 @@ class DraftChooser:
             *(depth, size, logits.shape[1], logits.dtype, mask is None),
             *sampling_key(sampling, noise),
             *(tensor.data_ptr() for tensor in fixed.values()),
-            None if walk is None else walk.cursors.data_ptr(),
+            None if tabled is None else tabled.cursors.data_ptr(),
         )
         if noise is not None:
             inputs |= self._held.changed(key, sampling, noise, batch)
         padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
         buffers = self._buffers_for(depth, size, logits, is_sampled=noise is not None)
-        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers, walk), fixed)
+        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers, tabled), fixed)
         report, probs, rescued = buffers
         return Chosen(
             report[:, :batch],
@@ -213,14 +213,14 @@ class DraftChooser:
         sampling: Sampling,
         noise: DraftNoise | None,
         buffers: Chosen,
-        walk: TableWalk | None,
+        tabled: TableAdvance | None,
     ) -> Callable[[Inputs], None]:
         """What a graph holds: the choice from the tensors that it is given, left in ``buffers``."""
 
         def body(tensors: Inputs) -> None:
             given = (tensors["logits"], tensors.get("mask"))
             drawing = read_sampling(tensors, depth, sampling, noise)
-            found = self._choose_at(depth, *given, *drawing, walk)
+            found = self._choose_at(depth, *given, *drawing, tabled)
             for kept, value in zip(buffers, found, strict=True):
                 if kept is not None and value is not None:
                     kept.copy_(value)
@@ -234,15 +234,15 @@ class DraftChooser:
         mask: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
-        walk: TableWalk | None,
+        tabled: TableAdvance | None,
     ) -> Chosen:
         """``choose_draft``, launch by launch. noise: of this token."""
-        if walk is not None and mask is not None:
-            walk.mask(depth, mask)
+        if tabled is not None and mask is not None:
+            tabled.mask(depth, mask)
         choice = choose_draft(logits, mask, self._target_ids, sampling, noise)
         tokens, starved = choice.tokens, choice.starved
-        if walk is not None:
-            walk.append(depth, tokens)
+        if tabled is not None:
+            tabled.append(depth, tokens)
         flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
         report = torch.stack([tokens, flags, tokens.clamp_min(0)])
         return Chosen(report, choice.probs, choice.rescued)

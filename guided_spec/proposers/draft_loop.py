@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, LaunchCarry, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import TabledTexts, TableWalk
+from guided_spec.masks.rows import TableAdvance, TabledTexts
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
@@ -31,7 +31,7 @@ from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
 from guided_spec.proposers.masked_drafter import (
     DraftBuffers,
-    Given,
+    DraftPrefix,
     MaskedDraft,
     MaskedDrafter,
     MaskedTurn,
@@ -113,42 +113,42 @@ def draft_autoregressively(
     return loop.finish()
 
 
-class _Unwalked(NamedTuple):
+class _PendingDraft(NamedTuple):
     """A loop's draft on its way to the host; see ``DraftInFlight``."""
 
     draft: Draft
     most: tuple[int, ...]
     loop: DraftLoop
     later: Download | None
-    carry_on: CarryOn | None
+    launch_carry: LaunchCarry | None
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         return False
 
     @property
-    def answer(self) -> Callable[[], None] | None:
-        return self.loop.answer
+    def serve_mailbox(self) -> Callable[[], None] | None:
+        return self.loop.serve_mailbox
 
     def finish(self) -> Draft:
         return self.loop.finish_as(self.draft, self.later)
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
+        return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
 class _Masked(NamedTuple):
     """A draft of K tokens under masks for B requests; see ``MaskedTurn``."""
 
     buffers: DraftBuffers
-    given: Given | None
+    prefix: DraftPrefix | None
     depths: int
     batch: int
 
     def own(self, drawn: Tensor) -> Tensor:
         """[B, K, ...]: a copy of what is in the buffers that each request drew itself."""
         own = drawn[: self.depths, : self.batch]
-        own = own if self.given is None else self.given.behind(own)
+        own = own if self.prefix is None else self.prefix.after(own)
         return own.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
@@ -176,10 +176,10 @@ class DraftLoop:
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         self._starts = [len(drafted) for drafted in lookahead.drafted]
         self._ends = draft_ends(batch, lookahead, range(len(batch)) if rows is None else rows)
-        # A request that needs no mask is walked once all is drawn, whoever is drafted for besides.
+        # A request that needs no mask is advanced once all is drawn, whoever is drafted for besides.
         pairs = zip(used_policies(batch, policy), batch.constraints, strict=True)
         self._is_later = [used != "mask" or constraint is None for used, constraint in pairs]
-        # Of those that are walked as they draft: the others' turn comes later.
+        # Of those that are advanced as they draft: the others' turn comes later.
         self._waiting_ends = [
             start if later else end
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
@@ -194,7 +194,7 @@ class DraftLoop:
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
-        self._tabled: TableWalk | None = None
+        self._tabled: TableAdvance | None = None
         self._is_waiting = not all(self._is_later)  # for the host, at each token
 
     def tables(self) -> TabledTexts | None:
@@ -228,53 +228,53 @@ class DraftLoop:
 
     def take_masked(
         self,
-        walk: MaskedDrafter,
+        drafter: MaskedDrafter,
         slots: Sequence[int],
-        given: Given | None,
+        prefix: DraftPrefix | None,
         texts: TabledTexts | None,
     ) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
 
-        given: what the drafts hold already; None where those that go on hold nothing.
+        prefix: what the drafts hold already; None where those that go on hold nothing.
         texts: whose masks the device takes from tables; None where there are none.
         """
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
-        turn = MaskedTurn(self._lookahead, self._ends, given, texts)
-        self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
+        turn = MaskedTurn(self._lookahead, self._ends, prefix, texts)
+        self._running = drafter.begin(slots, self._batch, turn, self._sampling, noise)
         self._masked = _Masked(
-            self._running.buffers, given, self._batch.num_draft_tokens, len(slots)
+            self._running.buffers, prefix, self._batch.num_draft_tokens, len(slots)
         )
-        # All requests are walked as they draft: the host is told every token anyway.
+        # All requests are advanced as they draft: the host is told every token anyway.
         self._waiting_ends, self._most = self._ends, [0] * len(slots)
         # The device works on while whoever reads the draft launches what comes behind it: on the
         # forward of a block, or on the one behind the first token.
-        if self._running.needs_host and not walk.scores_at_once:
+        if self._running.needs_host and not drafter.scores_at_once:
             self._running.accept_drawn(1)
 
     def finish(self) -> Draft:
-        """The draft, once the host has walked it."""
-        rows = self._walk(self._download())
+        """The draft, once the host has advanced it."""
+        rows = self._advance(self._download())
         return self._with_probs(host_draft(self._batch, rows))
 
-    def in_flight(self, carry_on: CarryOn | None = None) -> DraftInFlight:
-        """The draft as the target may read it at once. carry_on: see ``FinishedDraft``."""
+    def in_flight(self, launch_carry: LaunchCarry | None = None) -> DraftInFlight:
+        """The draft as the target may read it at once. launch_carry: see ``FinishedDraft``."""
         if self._masked is None and not self._chosen:
-            return FinishedDraft(self.finish(), (0,) * len(self._batch), carry_on)
+            return FinishedDraft(self.finish(), (0,) * len(self._batch), launch_carry)
         ids = self._ids()
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
         lengths = to_device(most, ids.device)
-        return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
+        return _PendingDraft(Draft(ids, lengths), most, self, self._download(), launch_carry)
 
     @property
-    def answer(self) -> Callable[[], None] | None:
+    def serve_mailbox(self) -> Callable[[], None] | None:
         """See ``DraftInFlight``."""
         running = self._running
         return running.accept_drawn if running is not None and running.needs_host else None
 
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
-        lengths = to_device([len(row) for row in self._walk(later)], draft.token_ids.device)
+        lengths = to_device([len(row) for row in self._advance(later)], draft.token_ids.device)
         return self._with_probs(Draft(draft.token_ids, lengths))
 
     def _leave_tables(self) -> None:
@@ -287,7 +287,7 @@ class DraftLoop:
         if texts is None:
             return
         batch = self._batch
-        self._tabled = self._chooser.begin_walk(texts, batch.num_draft_tokens, batch.device)
+        self._tabled = self._chooser.begin_advance(texts, batch.num_draft_tokens, batch.device)
         self._lookahead.leave(texts, self._tabled.sources[:, : len(batch)])
         self._is_waiting = not texts.is_alone
 
@@ -332,7 +332,7 @@ class DraftLoop:
             return None
         return Download(torch.stack([chosen.report[:2] for chosen in self._chosen]))
 
-    def _walk(self, later: Download | None) -> list[list[int]]:
+    def _advance(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
         self._lookahead.keep_sources()
         reports = None if later is None else later.wait()

@@ -51,7 +51,7 @@ class DraftCache:
             num_slots=context.num_slots,
             max_length=length,
             kernels=context.config.kernels,
-            beside=context.blocks,
+            shared_blocks=context.blocks,
             window=context.window,
         )
         _check_width(self.model.vocab_size, context)

@@ -152,11 +152,11 @@ class ForcedSearch:
         single = {int(ids[byte]): byte for byte in np.flatnonzero(ids >= 0)}
         self._stops = vocabulary.stop_token_ids
         self._words = _words([*single, *self._stops])
-        places = _places(self._words)
-        self._bytes = {places[token]: (token, byte) for token, byte in single.items()}
-        self._single_bits = sum(1 << place for place in self._bytes)
-        self._stop_bits = sum(1 << places[token] for token in self._stops)
-        self._places = places
+        positions = _bit_positions(self._words)
+        self._bytes = {positions[token]: (token, byte) for token, byte in single.items()}
+        self._single_bits = sum(1 << position for position in self._bytes)
+        self._stop_bits = sum(1 << positions[token] for token in self._stops)
+        self._bit_positions = positions
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
     def find(self, matcher: GrammarMatcher, row: NDArray[np.int32] | None = None) -> Forced:
@@ -188,7 +188,7 @@ class ForcedSearch:
         """The stop token where the row admits nothing else."""
         if np.bitwise_count(row.view(np.uint32)).sum() > 1:
             return ()
-        return tuple(token for token in self._stops if admitted >> self._places[token] & 1)
+        return tuple(token for token in self._stops if admitted >> self._bit_positions[token] & 1)
 
     def _fill(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
         matcher.fill_next_token_bitmask(self._row, 0)
@@ -201,7 +201,7 @@ def _words(token_ids: Sequence[int]) -> NDArray[np.int64]:
     return np.unique(np.array(token_ids, dtype=np.int64) >> 5)
 
 
-def _places(words: NDArray[np.int64]) -> dict[int, int]:
+def _bit_positions(words: NDArray[np.int64]) -> dict[int, int]:
     """Where the bit of each token of these words stands, once they are one integer."""
     return {
         32 * word + bit: 32 * at + bit

@@ -50,7 +50,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_drafter import Given, MaskedDrafter
+from guided_spec.proposers.masked_drafter import DraftPrefix, MaskedDrafter
 from guided_spec.types import Accepted, DraftPolicy
 
 DEFAULT_POLICY: DraftPolicy = "mask"
@@ -117,11 +117,11 @@ class LearnedHead(Proposer):
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
         self._commit_read_ahead(batch, carry)
         self._read(batch)
-        carry_on = partial(self.read_ahead, batch)
+        launch_carry = partial(self.read_ahead, batch)
         if batch.num_draft_tokens == 0:
-            return FinishedDraft(no_draft(batch), (0,) * len(batch), carry_on)
+            return FinishedDraft(no_draft(batch), (0,) * len(batch), launch_carry)
         rows = self._open_rows(batch, lookahead)
-        return self._draft(batch, lookahead, rows).in_flight(carry_on)
+        return self._draft(batch, lookahead, rows).in_flight(launch_carry)
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
@@ -140,12 +140,12 @@ class LearnedHead(Proposer):
         slots, counts = [batch.slots[row] for row in rows], [counts[row] for row in rows]
         if not rows or not head.can_read_ahead(slots, counts):
             return None
-        given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
+        fresh = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
         if len(rows) < len(batch):  # the head has more to read of the others than was read here
             index = to_device(rows, batch.device)
-            token_ids, states, num_accepted = given
-            given = token_ids[index], states[index], num_accepted[index]
-        head.read_ahead(ReadAhead(slots, *given, counts))
+            token_ids, states, num_accepted = fresh
+            fresh = token_ids[index], states[index], num_accepted[index]
+        head.read_ahead(ReadAhead(slots, *fresh, counts))
         known = {slot: (row, lengths[row]) for slot, row in zip(slots, rows, strict=True)}
         return _ReadAhead(known, packed)
 
@@ -245,16 +245,16 @@ class LearnedHead(Proposer):
             self._head.depth(slot) for slot in slots
         ):  # another draft of this step has followed it
             return False
-        given = None
+        prefix = None
         if is_given:
             read = [drafted[row] if row in rows else () for row in range(len(batch))]
-            given = Given.of(read, count, batch.device)
+            prefix = DraftPrefix.of(read, count, batch.device)
         if masked is not None:
-            loop.take_masked(masked, slots, given, texts)
-        elif given is None:
+            loop.take_masked(masked, slots, prefix, texts)
+        elif prefix is None:
             loop.take(whole.draft_greedily(slots, count))
         else:
-            loop.take(given.behind(whole.draft_greedily(slots, count, given.token_ids).T).T)
+            loop.take(prefix.after(whole.draft_greedily(slots, count, prefix.token_ids).T).T)
         return True
 
     def _may_draft(self, batch: DecodeBatch, drafted: int, row: int) -> bool:

@@ -274,9 +274,9 @@ class TraceRecorder:
     def add(self, seen: SeenStep, num_kept: int) -> None:
         """One more step, of whose accepted and drawn tokens the text has ``num_kept``."""
         self._began = seen.started if self._began is None else self._began
-        places = self._places(seen)
-        drafted = tuple(self._drafted(seen, at, places[at]) for at in range(seen.num_drafted))
-        drawn = self._drawn(seen, places[seen.num_accepted])
+        pointers = self._pointers(seen)
+        drafted = tuple(self._drafted(seen, at, pointers[at]) for at in range(seen.num_drafted))
+        drawn = self._drawn(seen, pointers[seen.num_accepted])
         step = StepTrace(
             start=self._num_tokens,
             drafted=drafted,
@@ -341,16 +341,16 @@ class TraceRecorder:
     def _text(self, token_id: int) -> str:
         return self._vocabulary.text_bytes[token_id].decode("utf-8", "backslashreplace")
 
-    def _places(self, seen: SeenStep) -> list[str | None]:
+    def _pointers(self, seen: SeenStep) -> list[str | None]:
         """The pointer before each draft token, and behind the last one."""
         if self._path is None or self._is_before_marker:
             return [None] * (seen.num_drafted + 1)
         ahead = self._path.fork()
-        places: list[str | None] = [ahead.pointer]
+        pointers: list[str | None] = [ahead.pointer]
         for found in seen.positions[: seen.num_legal]:
             ahead.feed(self._vocabulary.text_bytes[found.draft_id])
-            places.append(ahead.pointer)
-        return places + [None] * (seen.num_drafted - seen.num_legal)
+            pointers.append(ahead.pointer)
+        return pointers + [None] * (seen.num_drafted - seen.num_legal)
 
     @property
     def _is_before_marker(self) -> bool:

@@ -148,7 +148,7 @@ class SlotHead:
         left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
         while left:
             width = max(1, self._piece // len(left))
-            for group in self._alike([slot for slot, _, _ in left]):
+            for group in self._groups_of_equal_skip([slot for slot, _, _ in left]):
                 rows = [left[i] for i in group]
                 self._read_piece(
                     [slot for slot, _, _ in rows],
@@ -215,7 +215,7 @@ class SlotHead:
             return self.head.num_modules, 0
         return module, max(0, module - self._lengths[slot])
 
-    def _alike(self, slots: list[int]) -> list[list[int]]:
+    def _groups_of_equal_skip(self, slots: list[int]) -> list[list[int]]:
         """Row numbers in groups whose modules skip equally many tokens at a text's start."""
         keys = [min(self._lengths[slot], self.head.num_modules - 1) for slot in slots]
         return [[i for i, k in enumerate(keys) if k == key] for key in sorted(set(keys))]
@@ -231,7 +231,7 @@ class SlotHead:
         hidden = self.head.features(padded.to(self._device, self._dtype))
         last: list[Tensor] = []
         for module in range(self.head.num_modules):
-            skip = max(0, module - starts[0])  # the same for all: see _alike
+            skip = max(0, module - starts[0])  # the same for all: see _groups_of_equal_skip
             if module > 0:
                 # The output of the module before, one position later than where this one reads.
                 before = self._last[module - 1, index].unsqueeze(1)

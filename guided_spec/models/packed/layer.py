@@ -36,7 +36,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
     slot_attention,
 )
 from guided_spec.ops.delta_rule import (
@@ -118,8 +118,8 @@ class PackedLayer:
         states: Tensor,
         rotation: Rotation,
         memory: KeyValues,
-        places: SlotPlaces,
-        seen: SlotPlaces | None = None,
+        index: SlotIndex,
+        seen: SlotIndex | None = None,
     ) -> Tensor:
         """Normed states [N, X] to the attention's output [N, H].
 
@@ -129,32 +129,32 @@ class PackedLayer:
             before it. Not for a layer with sinks or a window.
         """
         packed = self._qkv.product(states)
-        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
+        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, index)
         if seen is None:
             mixed = slot_attention(
-                *(query, None, memory, places),
+                *(query, None, memory, index),
                 scale=self._scale,
                 window=self._window,
                 sinks=self._sinks,
             )
         else:
-            mixed = self._attend_alike(query, memory, seen)
+            mixed = self._attend_grouped(query, memory, seen)
         if self.shape.has_gates:
             heads = packed.unflatten(1, (-1, self.shape.size))
             mixed = mixed * heads[:, 1 : 2 * self.shape.queries : 2].sigmoid()
         return product(self._output, mixed.flatten(1))
 
     def store(
-        self, packed: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
+        self, packed: Tensor, rotation: Rotation, memory: KeyValues, index: SlotIndex
     ) -> None:
         """Keep what the layer's key and value projections made of tokens.
 
         packed: [N, 2 * Hkv * D], keys before values, contiguous, changed in place.
         """
         shape = self.shape._replace(queries=0)
-        rotate_and_store(packed, rotation, shape, self._norms, memory, places)
+        rotate_and_store(packed, rotation, shape, self._norms, memory, index)
 
-    def _attend_alike(self, query: Tensor, memory: KeyValues, seen: SlotPlaces) -> Tensor:
+    def _attend_grouped(self, query: Tensor, memory: KeyValues, seen: SlotIndex) -> Tensor:
         """Queries [N, Hq, D] that see the same as the others of their row: they are more heads of
         one token, so that each key is read once for all of them."""
         rows, count, size = seen.tokens.shape[1], self.shape.keys, self.shape.size
@@ -391,7 +391,7 @@ class PackedDelta:
         return is_silu and module.conv1d.bias is None and all(map(is_plain, linears))
 
     def attend(
-        self, states: Tensor, rotation: Rotation, memory: DeltaStates, places: SlotPlaces
+        self, states: Tensor, rotation: Rotation, memory: DeltaStates, index: SlotIndex
     ) -> Tensor:
         """Normed states [N, X] to the layer's output [N, H]; nothing is rotated.
 
@@ -400,7 +400,7 @@ class PackedDelta:
         del rotation
         parts = [projection.product(states) for projection in self._projections]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return product(self._output, gated_delta(packed, self._layer, memory, places))
+        return product(self._output, gated_delta(packed, self._layer, memory, index))
 
 
 def _names(module: Any) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ transformers asks a table for the attention function that a configuration names.
 registered here writes the new keys and values into the buffers that ``attending`` names and attends
 over them, by ``guided_spec.ops.attention.slot_attention``:
 
-    with using_slot_attention(model.config), attending(buffers, places):
+    with using_slot_attention(model.config), attending(buffers, index):
         model(input_ids=token_ids, position_ids=positions, use_cache=False)
 
 transformers builds no mask for an attention function without an entry in its table of masks
@@ -35,7 +35,7 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
 from guided_spec.ops.delta_rule import DeltaStates
 
 SLOT_ATTENTION = "guided_spec_slots"
@@ -52,7 +52,7 @@ class Attended(NamedTuple):
     """What the forward in flight attends to: one pair of buffers for each layer."""
 
     buffers: Sequence[KeyValues]
-    places: SlotPlaces
+    slot_index: SlotIndex
 
 
 class _Current(threading.local):
@@ -63,14 +63,14 @@ _current = _Current()
 
 
 @contextmanager
-def attending(buffers: Sequence[KeyValues], places: SlotPlaces) -> Iterator[None]:
+def attending(buffers: Sequence[KeyValues], index: SlotIndex) -> Iterator[None]:
     """Say what forwards with slot attention attend to, in this thread, while it is open.
 
     buffers: of layer i at index i, [num_blocks, Hkv, block, D] each; the forward writes to them.
-    places: where its tokens belong, which are in one line: the model is given a batch of one.
+    index: where its tokens belong, which are in one line: the model is given a batch of one.
     """
     before = _current.attended
-    _current.attended = Attended(buffers, places)
+    _current.attended = Attended(buffers, index)
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ def _attend(
         query,
         KeyValues(key, value),
         attended.buffers[layer],
-        attended.places,
+        attended.slot_index,
         scale=query.shape[2] ** -0.5 if scaling is None else scaling,
         window=_window(module, options.get("sliding_window")),
         sinks=options.get("s_aux"),
@@ -205,17 +205,17 @@ class StockDecoder:
     def forward(
         self,
         token_ids: Tensor,
-        places: SlotPlaces,
+        index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
         """See ``PackedDecoder.forward``."""
-        positions = places.positions.clamp_max(places.max_length - 1)
+        positions = index.positions.clamp_max(index.max_length - 1)
         kept = [one for one in memory if isinstance(one, KeyValues)]
         with (
             using_slot_attention(self._config),
             using_few_experts(self._config),
-            attending(kept, places),
+            attending(kept, index),
             capture_hidden(self._decoder, hidden_layers) as captured,
         ):
             output: Any = self._decoder(

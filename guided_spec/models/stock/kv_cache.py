@@ -75,7 +75,9 @@ class StepPlan:
         self.view = min(max_length, buckets * VIEW_BUCKET) if view is None else view
         first = self.slots[0]
         self._range = first if self.slots == list(range(first, first + len(slots))) else None
-        self._positions, self._columns = _place(starts, counts, num_tokens, max_length)
+        self._positions, self._columns = _positions_and_columns(
+            starts, counts, num_tokens, max_length
+        )
         self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._targets: dict[tuple[torch.device, int, int], Tensor] = {}
 
@@ -128,7 +130,7 @@ class StepPlan:
         return self._targets[key]
 
 
-def _place(
+def _positions_and_columns(
     starts: Sequence[int], counts: Sequence[int], num_tokens: int, max_length: int
 ) -> tuple[Tensor, Tensor]:
     """([B, T] positions, [B, T] buffer columns), int64 on the CPU."""

@@ -27,16 +27,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
-# The positions of a pass: all that a row sees, those behind what its group shares, or these.
+# The positions of a pass: all that a row sees, those after what its group shares, or these.
 WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
-# Parts of what is shared, and of what is behind it.
+# Parts of what is shared, and of what comes after it.
 SHARED_SPLITS, BEHIND_SPLITS = 16, 2
 FEW_SPLITS = 16  # up to which one warp combines the parts
 LEAST_LINES = 32  # rows that one warp looks through at once
@@ -103,7 +103,7 @@ class Parts(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def room(cls, query: Tensor, tiles: int, num_kv_heads: int, tile: Tiling) -> Parts:
+    def allocate(cls, query: Tensor, tiles: int, num_kv_heads: int, tile: Tiling) -> Parts:
         """Memory for a pass of so many tiles of queries."""
         shape = (tiles * num_kv_heads, tile.splits, tile.rows)
         partial = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
@@ -114,7 +114,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
     *,
     scale: float,
     window: int | None = None,
@@ -124,26 +124,26 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device. With a
     window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
-    if is_plain and serves(query, buffers, places):
-        return flash_attention(query, buffers, places, scale=scale)
+    if is_plain and serves(query, buffers, index):
+        return flash_attention(query, buffers, index, scale=scale)
     keys, values = buffers
-    tables, max_length = places.tables, places.max_length
-    width = len(query) if places.width is None else places.width
-    view = max_length if places.view is None else places.view
+    tables, max_length = index.tables, index.max_length
+    width = len(query) if index.width is None else index.width
+    view = max_length if index.view is None else index.view
     window = window or 0
     count, heads, size = query.shape
     output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, tokens = _with_rows(query.to(keys.dtype)), places.tokens.contiguous()
-    rows = places.rows.contiguous()
+    query, tokens = _with_rows(query.to(keys.dtype)), index.tokens.contiguous()
+    rows = index.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
     tile = choose_tiling(query, num_kv_heads, width, view, window) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
     memory = (tables, tables.stride(0), max_length, block)
     fixed = (num_kv_heads, group, size, padded)
-    shared_by = None if window else places.shared
+    shared_by = None if window else index.shared
     order, groups = shared_by or (rows, rows)
     lines = 0 if shared_by is None else _lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
@@ -152,7 +152,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     def attend(of: Tensor, how: Tiling, stage: int) -> Parts | None:
         """One pass over the rows or groups ``of``; None where it wrote the output itself."""
         tiles, is_whole = count * group // how.rows + of.shape[1], stage == 0 and how.splits == 1
-        parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
+        parts = None if is_whole else Parts.allocate(query, tiles, num_kv_heads, how)
         tiled = _tiles(keys, values, how, window)
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
@@ -275,7 +275,7 @@ def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _group_of(token, order, groups, count, num_groups, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token's place in the order of the groups, its group, and what that shares; 0 for none."""
+    """A token's rank in the order of the groups, its group, and what that shares; 0 for none."""
     place = tl.load(order + count + token)
     line = tl.arange(0, GROUPS)
     ends = tl.load(groups + 2 * num_groups + line, mask=line < num_groups, other=0)
@@ -323,7 +323,7 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _places(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
     table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
@@ -339,10 +339,10 @@ def _places(  # type: ignore[no-untyped-def] # noqa: PLR0913
 @triton.jit  # type: ignore[untyped-decorator]
 def _visible(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which of the positions ``stored`` each query sees from its own: [ROWS, BLOCK]."""
-    behind = position[:, None] - stored[None, :]  # how far behind the query it is
-    visible = (behind >= 0) & is_there[None, :]
+    distance = position[:, None] - stored[None, :]  # from the key to the query
+    visible = (distance >= 0) & is_there[None, :]
     if WINDOW > 0:
-        visible = visible & (behind < WINDOW)
+        visible = visible & (distance < WINDOW)
     return visible
 
 
@@ -395,7 +395,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
         low = start * 0
         if STAGE == 1:
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
-        limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
+        limit = start if STAGE == 2 else max_length  # a group's tokens are after what it shares
         low, end, share = _span(
             low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
         )
@@ -434,7 +434,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             there = is_there[:, None]
             if WIDTH != PADDED:
                 there = there & within[None, :]
-            place = _places(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
+            place = _offsets(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
             place = (place * WIDTH)[:, None] + column
             tiled = tl.load(keys + place, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale

@@ -189,7 +189,7 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     expert = tl.load(experts + pair)
     output = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_there = output < width
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     gate_row = tl.minimum(output, width - 1) * step
     weight += expert * outputs * INPUTS
     scales += expert * scale_rows * scale_columns
@@ -301,7 +301,7 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tl.store(target, result.to(total.dtype.element_ty), mask=is_there)
 
 
-# Outputs and inputs of a tile: wide where the weights lie behind one another in memory.
+# Outputs and inputs of a tile: wide where the weights are contiguous in memory.
 INPUTS_FIRST = (16, 512)
 OUTPUTS_FIRST = (64, 64)
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
 
-MOST_TOKENS = 256  # behind which a product takes longer than multiplying its weight out
+MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 FEWEST_STEPS = 4  # of a slice
 WIDEST_STEP = 128
@@ -132,7 +132,7 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_token, is_written = token < count, (output < outputs)[:, None] & (token < count)[None, :]
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     there = tl.minimum(output, outputs - 1)
     row = values + there.to(tl.int64)[:, None] * inputs
     state = x + token.to(tl.int64)[None, :] * inputs

@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def has_room(device: int) -> bool:
+def has_capacity(device: int) -> bool:
     """Whether a tile of several tokens fits into a multiprocessor of this CUDA device."""
     found: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return found >= TILE_BYTES
@@ -88,7 +88,7 @@ def _one(  # type: ignore[no-untyped-def] # noqa: PLR0913
 ):
     """ROWS outputs of one token."""
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     row = tl.minimum(output, outputs - 1)
     at = tl.arange(0, COLUMNS)
     place = weight + row.to(tl.int64)[:, None] * inputs + at[None, :]

@@ -55,7 +55,7 @@ def choose_draft(
         *masked, ids, columns, temperature, keys.seeds.contiguous(), keys.positions.contiguous(),
         int(keys.stream), numbers, places, **options,
     )  # fmt: skip
-    launch(_settle, (batch, 1 if is_greedy else chunks))(
+    launch(_combine, (batch, 1 if is_greedy else chunks))(
         *masked, ids, columns, temperature, numbers, places, chunks, tokens,
         numbers if probs is None else probs, places if starved is None else starved,
         places if rescued is None else rescued,
@@ -105,7 +105,7 @@ def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _settle(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _combine(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits, row_stride, bitmask, mask_stride, num_words, target_ids, columns, temperatures,
     numbers, places, chunks, tokens, probs, starved, rescued,
     span: tl.constexpr, words: tl.constexpr, has_mask: tl.constexpr, is_reduced: tl.constexpr,
@@ -130,7 +130,7 @@ def _settle(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         total = tl.sum(tl.load(numbers + at + chunks, mask=known, other=0.0) * scale, 0)
         keys = tl.load(numbers + at + 2 * chunks, mask=known, other=0.0) * scale
         winners = tl.load(places + at + 2 * chunks, mask=known, other=0)
-        # Not greater than zero either where it is NaN, behind a logit of +inf.
+        # Not greater than zero either where it is NaN, from a logit of +inf.
         drawn = tl.where(temperature > 0, (total > 0) & (state < 3), drawn)
         winner = tl.min(tl.where(keys == tl.max(keys, 0), winners, columns), 0)
         choice = tl.where(temperature > 0, winner, choice)

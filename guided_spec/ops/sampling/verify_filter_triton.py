@@ -28,7 +28,7 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     num_draft_of,
 )
 
-SHORT = 512  # depths that are searched without looking at what room there is for more
+SHORT = 512  # depths that are searched without checking the capacity for more
 SAMPLED = 8192  # tokens of a filtered row that bracket its threshold
 SURENESS = 5.0  # standard errors between the bracket and its estimate
 FEW = 128  # tokens of a chunk from which on equal ones are listed together
@@ -211,10 +211,10 @@ def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     temperature = tl.load(step.temperature + request)
     largest = tl.load(work.row_max + row)
     at = row * num_chunks + chunk
-    behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
+    nearest = depth_of(tl.load(work.chunk_max + at), largest, temperature)
     low, high = tl.load(work.low + row), tl.minimum(tl.load(work.high + row), 3e38)
     mass, number = 0.0, 0
-    if behind <= high:
+    if nearest <= high:
         scores = load_tile(step, rules, request, place, chunk, words)
         depth = tl.reshape(depth_of(scores, largest, temperature), [words * 32])
         is_sure = (depth <= low) & (depth < _INFINITY)

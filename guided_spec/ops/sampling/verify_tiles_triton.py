@@ -98,10 +98,10 @@ class Rules(NamedTuple):
 class Work(NamedTuple):
     """What the kernels hand on. N = B * (K + 1) rows, C chunks of a row.
 
-    Rows behind a draft's end hold anything.
+    Rows after a draft's end hold anything.
 
-    chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass behind it, for greedy requests
-        the first token that has it; NaN where a logit is.
+    chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass relative to it, for greedy
+        requests the first token that has it; NaN where a logit is.
     row_max, total: [N] of the whole row; total is of the kept tokens once they are known.
     cut: [N] how far below the largest score a token of a filtered row can stand and be kept; how
         far it may, once that is known. low, high: [N] what that is probably between: tokens down to
@@ -308,7 +308,7 @@ def make_work(shape: Shape, device: torch.device, races: int, *, filtered: bool)
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit
 def even(number):  # type: ignore[no-untyped-def]
-    """What ``odd`` was given."""
+    """The value that ``odd`` was called with."""
     return (~number) >> 1
 
 

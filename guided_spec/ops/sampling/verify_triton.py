@@ -183,7 +183,7 @@ def _stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, IS_DEPENDE
     row, chunk = tl.program_id(0), tl.program_id(1)
     request = row // (num_draft_of(step) + 1)
     place = row % (num_draft_of(step) + 1)
-    if place <= tl.load(step.lengths + request):  # behind the draft's end nothing is asked
+    if place <= tl.load(step.lengths + request):  # after the draft's end nothing is decided
         scores = load_tile(step, rules, request, place, chunk, words)
         temperature = tl.load(step.temperature + request)
         largest = tl.max(tl.max(scores, 1), 0)
@@ -212,9 +212,9 @@ def _kth_chunk(depth, k, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _maxima_mass(behind, cut):  # type: ignore[no-untyped-def]
+def _maxima_mass(depths, cut):  # type: ignore[no-untyped-def]
     """[rows]: the mass of the chunks' largest tokens down to ``cut`` [rows]."""
-    return tl.sum(tl.where(behind <= cut[:, None], tl.exp(-behind), 0.0), 1)
+    return tl.sum(tl.where(depths <= cut[:, None], tl.exp(-depths), 0.0), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -241,11 +241,11 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, request, behind, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
+    step, request, depths, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
 ):
     """What the filters can keep of a sampled request's rows, by maxima and masses alone.
 
-    behind: [rows, chunks] the depths of the chunks' largest tokens. depth, share: [rows] of the
+    depths: [rows, chunks], of the chunks' largest tokens. depth, share: [rows] of the
     draft tokens; share is of the whole mass.
 
     Returns the cut, the least mass that can be kept, whether a draft token within the cut is kept
@@ -256,14 +256,14 @@ def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     min_p = tl.load(step.min_p + request)
     if min_p > 0:
         cut = tl.minimum(cut, -tl.log(min_p))
-        least = _maxima_mass(behind, cut)
+        least = _maxima_mass(depths, cut)
         is_filtered = depth == depth
     k = tl.load(step.top_k + request)
     if (k > 0) & (k < step.vocab_size):
-        kth = _kth_chunk(behind, k, chunks)
+        kth = _kth_chunk(depths, k, chunks)
         # The chunks' largest tokens are different ones: k of them are no more than the top k.
-        is_above = behind < kth[:, None]
-        least = _maxima_mass(tl.where(is_above, behind, _INFINITY), cut)
+        is_above = depths < kth[:, None]
+        least = _maxima_mass(tl.where(is_above, depths, _INFINITY), cut)
         others = tl.maximum(k - tl.sum(is_above.to(tl.int32), 1), 0).to(tl.float32)
         least += tl.where(kth <= cut, others * tl.exp(-kth), 0.0)
         cut = tl.minimum(cut, kth)
@@ -309,8 +309,8 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     temperature = tl.load(step.temperature + request)
     largest = tl.max(chunk_max, 1)
     has_any = chunk_max > float("-inf")
-    behind = tl.where(has_any, depth_of(chunk_max, largest[:, None], temperature), _INFINITY)
-    total = tl.sum(tl.exp(-behind) * chunk_sum, 1)
+    depths = tl.where(has_any, depth_of(chunk_max, largest[:, None], temperature), _INFINITY)
+    total = tl.sum(tl.exp(-depths) * chunk_sum, 1)
     is_alive = (total > 0) & (total < _INFINITY)
     score = load_points(step, rules, request, place, drafted, is_drafted)
     depth = tl.where(score > float("-inf"), depth_of(score, largest, temperature), _INFINITY)
@@ -321,7 +321,7 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_sure, is_filtered = share >= 0, depth < 0
     if filtered:
         cut, least, is_sure, is_filtered = _bounds(
-            step, request, behind, total, depth, share, rows, chunks
+            step, request, depths, total, depth, share, rows, chunks
         )
     margin = tl.where(is_filtered, _MARGIN, 0.0)
     can_stay = is_drafted & is_alive & (weight > 0) & (depth <= cut)
@@ -401,13 +401,13 @@ def _best(value, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _drawn_place(step, work, request, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
+def _drawn_row(step, work, request, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row that this program draws from; but for coupled noise a request has one."""
     place = tl.program_id(2)
     if not coupled:
         turn = tl.arange(0, rows)
         at = (request * (num_draft_of(step) + 1) + turn).to(tl.int64)
-        # What is behind the draft's end does not matter: the row of the end is never accepted.
+        # Rows after the draft's end do not matter: the row of the end is never accepted.
         state = tl.load(work.state + at, mask=turn <= num_draft_of(step), other=0)
         place = tl.min(tl.where((state & ACCEPTED) != 0, rows, turn), 0)
     return place
@@ -454,19 +454,19 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length, temperature = tl.load(step.lengths + request), tl.load(step.temperature + request)
-    place = _drawn_place(step, work, request, coupled, rows)
+    place = _drawn_row(step, work, request, coupled, rows)
     row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     at = row * num_chunks + chunk
     state, largest = tl.load(work.state + row), tl.load(work.row_max + row)
     nearest = tl.load(work.chunk_max + at)
     if (place <= length) & ((state & DRAW) != 0):
-        behind = depth_of(nearest, largest, temperature)
+        depths = depth_of(nearest, largest, temperature)
         level = tl.full([], 3e38, tl.float32)
         if filtered:
             level = tl.minimum(tl.load(work.cut + row), level)
         value, winner = -1.0, NO_TOKEN
         plain, plain_winner = -1.0, NO_TOKEN
-        if behind <= level:
+        if depths <= level:
             scores = load_tile(step, rules, request, place, chunk, words)
             token = tile_tokens(chunk, words)
             depth = depth_of(scores, largest, temperature)
@@ -518,7 +518,7 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     chunks: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
+    """The decision: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
 
     is_split: whether residual and target have races of their own.
     """

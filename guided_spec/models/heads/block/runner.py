@@ -28,16 +28,16 @@ from guided_spec.models.packed.graph_pool import (
     GraphPool,
     Inputs,
     bucket,
-    pack_places,
+    pack_index,
     pad_rows,
     pad_to,
     row_sizes,
 )
-from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
-from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.models.packed.heads import PackedBlock, index_of_blocks
+from guided_spec.models.packed.packed_lm import Rows, split_index
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, store_keys_values
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, store_keys_values
 from guided_spec.ops.host import to_device
 
 
@@ -176,9 +176,9 @@ class BlockRunner:
         for slot in slots:
             self._depths[slot] += 1
         if self._reader.transition is not None:
-            places = [min(self._depths[slot], self.width) for slot in slots]
-            index, place = to_device([[*slots], places], self._device)
-            self._trail[index, place] = token_ids
+            steps = [min(self._depths[slot], self.width) for slot in slots]
+            index, step = to_device([[*slots], steps], self._device)
+            self._trail[index, step] = token_ids
 
     @torch.inference_mode()
     def read(
@@ -243,7 +243,7 @@ class BlockRunner:
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
         """See ``DraftForward``: the places are scored by one forward."""
         assert self._ahead is not None
-        slots, starts, _ = inputs["places"].unbind(0)
+        slots, starts, _ = inputs["index"].unbind(0)
         before = self._trail[slots, 0]
         outputs = self._ahead.outputs(slots, starts, before, count)
         for depth, logits in enumerate(self._ahead.logits(outputs).unbind(1)):
@@ -348,13 +348,13 @@ class ContextReader:
     def _read_line(self, line: HeadLine, states: Tensor) -> None:
         rows, count, blocks = line.rows, len(states), self.slots.blocks
         rows.grow(blocks)
-        found = to_device(rows.places(count, len(rows.slots)), self._device)
-        of_tokens, of_rows = split_places(found, count)
-        places = SlotPlaces(of_tokens, of_rows, blocks.tables, blocks.max_length)
+        found = to_device(rows.packed_index(count, len(rows.slots)), self._device)
+        of_tokens, of_rows = split_index(found, count)
+        index = SlotIndex(of_tokens, of_rows, blocks.tables, blocks.max_length)
         features = self.head.features(states.to(self._device, self._dtype))
         made = self.head.context(features, of_tokens[1])
         for new, kept in zip(made, self.slots.memory, strict=True):
-            store_keys_values(new, kept, places)
+            store_keys_values(new, kept, index)
 
 
 def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class MaskedReader:
 
     width: tokens of a draft at most.
 
-    Raises ModelError for a head that has nothing to put at the places behind a text.
+    Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
     transition = ahead = None
@@ -415,7 +415,7 @@ class BlockGraphs:
         """See ``BlockReader``; on CUDA the next graph overwrites it."""
         size = bucket(len(slots), ROW_SIZES)
         inputs = {
-            "places": pack_places((slots, self._reader.starts(slots, width)), size),
+            "index": pack_index((slots, self._reader.starts(slots, width)), size),
             "last": pad_rows(last, size),
         }
         key = (width, size) if _has_graph(self._graphs, size, width) else None
@@ -426,7 +426,7 @@ class BlockGraphs:
         """Capture the graphs of ``draft``."""
         for size in row_sizes(self._num_slots):
             inputs = {
-                "places": pack_places([[], []], size),
+                "index": pack_index([[], []], size),
                 "last": torch.zeros(size, dtype=torch.int64),
             }
             key = (width, size) if _has_graph(self._graphs, size, width) else None
@@ -434,7 +434,7 @@ class BlockGraphs:
                 yield
 
     def _compute(self, width: int, inputs: Inputs) -> Tensor:
-        slots, starts = inputs["places"].unbind(0)
+        slots, starts = inputs["index"].unbind(0)
         return self._reader.outputs(slots, starts, inputs["last"], width)
 
 
@@ -467,7 +467,10 @@ class PackedContextReader:
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-        self.commit, self.graphs = self.slots.commit, GraphPool(device, window, is_beside=True)
+        self.commit, self.graphs = (
+            self.slots.commit,
+            GraphPool(device, window, is_on_side_stream=True),
+        )
         self._drafts = BlockGraphs(self, limits.num_slots)
         self.draft = self._drafts.draft
 
@@ -488,7 +491,7 @@ class PackedContextReader:
     def read_ahead(self, new: ReadAhead) -> None:
         """See ``PackedSlotHead``."""
         rows = new.rows(self.slots)
-        index = to_device(rows.places_in(new.token_ids.shape[1]), self._device)
+        index = to_device(rows.token_index(new.token_ids.shape[1]), self._device)
         self._read_rows(rows, new.states.flatten(0, 1)[index])
 
     @property
@@ -498,9 +501,9 @@ class PackedContextReader:
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
         """See ``AheadReader``."""
-        count = self._packed.places_for(width)
-        places = places_of_blocks(slots, starts, count, self.slots.blocks)
-        return self._packed.draft(last, width, places, self.slots.memory)
+        count = self._packed.positions_for(width)
+        index = index_of_blocks(slots, starts, count, self.slots.blocks)
+        return self._packed.draft(last, width, index, self.slots.memory)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """See ``BlockReader``."""
@@ -513,7 +516,7 @@ class PackedContextReader:
         for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
             inputs = {
                 "states": torch.zeros(size, columns, dtype=self._dtype),
-                "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
+                "index": torch.from_numpy(Rows((), (), ()).packed_index(size, 0)),
             }
             key = ("read", size) if self.graphs.has(size) else None
             if self.graphs.prepare(key, inputs, self._read):
@@ -522,31 +525,31 @@ class PackedContextReader:
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
         """See ``AheadReader``."""
-        return self.slots.starts(slots, self._packed.places_for(width))
+        return self.slots.starts(slots, self._packed.positions_for(width))
 
     def _read_rows(self, rows: Rows, states: Tensor) -> None:
         """Positions in one line, and the states [N, X] there."""
         rows.grow(self.slots.blocks)
         size = bucket(len(states), self.graphs.sizes)
-        places = rows.places(size, len(rows.slots))[: 2 * size]
+        index = rows.packed_index(size, len(rows.slots))[: 2 * size]
         inputs = {
             "states": pad_to(states, (size, states.shape[1])),
-            "places": torch.from_numpy(places),
+            "index": torch.from_numpy(index),
         }
         key = ("read", size) if self.graphs.has(size) else None
         self.graphs.run(key, inputs, self._read)
 
     def _read(self, inputs: Inputs) -> None:
-        tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks
+        tokens, blocks = inputs["index"].view(2, -1), self.slots.blocks
         nobody = tokens.new_empty(3, 0)  # attends
-        places = SlotPlaces(tokens, nobody, blocks.tables, blocks.max_length)
-        self._packed.read(inputs["states"].to(self._dtype), places, self.slots.memory)
+        index = SlotIndex(tokens, nobody, blocks.tables, blocks.max_length)
+        self._packed.read(inputs["states"].to(self._dtype), index, self.slots.memory)
 
 
 class PackedMaskedReader:
     """What ``MaskedReader`` is, over a packed ``head``. width: tokens of a draft at most.
 
-    Raises ModelError for a head that has nothing to put at the places behind a text.
+    Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
     transition = None
@@ -573,8 +576,8 @@ class PackedMaskedReader:
         count = width - 1
         token_ids = slots.new_full((len(slots), count), self._masks.token_id)
         hidden = self._masks.hidden.expand(*token_ids.shape, -1)
-        places = places_of_blocks(slots, starts, count, self.slots.slots.blocks)
-        return self.slots.masked(slots, token_ids, hidden, places)
+        index = index_of_blocks(slots, starts, count, self.slots.slots.blocks)
+        return self.slots.masked(slots, token_ids, hidden, index)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """See ``BlockReader``."""
