@@ -1,13 +1,13 @@
-"""One request's place in its grammar: the original matcher, and a fork that runs ahead of it.
+"""One request's state in its grammar: the original matcher, and a fork that runs ahead of it.
 
-The original moves on committed tokens only. The fork follows drafts; it is made once per request
-and brought back by rollback, because forking copies the whole history while rollback does not.
+The original accepts committed tokens only. The fork accepts drafts; it is made once per request
+and reset by rollback, because forking copies the whole history while rollback does not.
 
-The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
+The committed tokens are the truth. A matcher that disagrees with them is rebuilt from them. The
 fork has seen most of them in its draft; the original reads them all. Where they do not end the
-text, both may do so later, while the next step runs on the device, and behind some steps more where
-a table says where the text stands. Nobody asks for the fork there: once somebody does, and many
-tokens have passed, it is made anew.
+text, both may do so later, while the next step runs on the device, and some steps later still where
+a table gives the text's state. The fork is not needed there: it is rebuilt when it is needed and
+many tokens have passed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 # Tokens after which the original of a text in its table reads all the same: many at once cost each
 # less, and too many would hold up the other texts.
 MOST_UNREAD = 64
-# A fork that is further behind is made anew, unless the text is as long as to copy it costs more:
+# A fork that lags further is rebuilt, unless the text is so long that copying it costs more:
 # to read a token costs as much as to copy eight.
 READ_BY_A_COPY = 8
 
@@ -62,11 +62,11 @@ class Fork:
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
 
     kept: the row of the committed text, where that was filled before; None where it was not.
-    clock: tells seconds. seconds: that its text took in this step. cpu_seconds: those of them that
-    are known to be the CPU's.
+    clock: returns seconds. seconds: that its text took in this step. cpu_seconds: those of them
+    that are known to be the CPU's.
 
-    Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
-    cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
+    After ``begin`` only the library's own matcher advances, as long as it may: the wrappers around
+    it cost more than it does, and get the tokens when ``matcher`` is read.
     """
 
     def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
@@ -81,7 +81,7 @@ class Fork:
 
     @property
     def matcher(self) -> Matcher:
-        """Behind the draft."""
+        """The matcher, after the draft."""
         if self._source is not None:
             self._synchronize()
         return self._matcher
@@ -150,7 +150,7 @@ class Fork:
         del self.token_ids[length:]
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
+        """Accept ``token_ids`` in place of the draft, as far as the grammar allows them.
 
         Returns how many of them it took: it stops at one that is refused, and at the text's end.
         """
@@ -189,11 +189,11 @@ class Constraint:
 
     compiled: shared with other requests; this constraint makes its own matchers from it.
     ends: the tokens that can end the text; None where only the matchers know.
-    committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
+    committed: the output tokens so far. resyncs: how often the matchers were rebuilt from them.
     steered: indices of those at which a budget took tokens out of the mask, see
         ``guided_spec.grammar.completion.completion``.
     is_terminated: whether a stop token was committed: the text is complete.
-    has_lost_end: whether the budget is no longer kept, since no way to an end in time is known.
+    has_lost_end: whether the budget is no longer kept, since no path to an end in time is known.
     """
 
     def __init__(self, compiled: CompiledGrammar, ends: Iterable[int] | None = None) -> None:
@@ -213,7 +213,7 @@ class Constraint:
 
     @property
     def has_row(self) -> bool:
-        """Whether ``prepare`` has filled the row behind the committed text."""
+        """Whether ``prepare`` has filled the row after the committed text."""
         return self._fork.kept is not None
 
     @property
@@ -243,7 +243,7 @@ class Constraint:
 
     @property
     def has_budget(self) -> bool:
-        """Whether its grammar makes the text end in time, as long as a way to an end is known."""
+        """Whether its grammar makes the text end in time, as long as a path to an end is known."""
         return self._original.budget is not None
 
     @property
@@ -268,7 +268,7 @@ class Constraint:
         return place
 
     def may_end(self) -> bool:
-        """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
+        """Whether the committed text is complete: it has ended, or a stop token may come next."""
         if self._read_committed() is not None:
             return False
         matcher = self._original
@@ -286,7 +286,7 @@ class Constraint:
         return fork
 
     def prepare(self, num_words: int) -> None:
-        """Bring both matchers to the end of the committed text, and fill the row behind it.
+        """Bring both matchers to the end of the committed text, and fill the row after it.
 
         num_words: W of the row. May be called on another thread than those of the steps, while
         nobody else calls anything of this constraint.
@@ -332,7 +332,7 @@ class Constraint:
 
         So it costs next to nothing. Only where no token can end the text; every other text is
         committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
-        would have returned, too; to be called behind it, for tokens are left unread without end.
+        would have returned, too. Call it after ``catch_up``, or the unread tokens pile up.
         """
         place = self._place
         if place is None:
@@ -362,10 +362,10 @@ class Constraint:
         self.is_terminated = self._original.is_terminated()
 
     def restart(self, length: int) -> None:
-        """Make both matchers anew, behind the first ``length`` committed tokens.
+        """Rebuild both matchers, after the first ``length`` committed tokens.
 
-        After a step that raised, which may have left them anywhere. Raises GrammarStateError where
-        a new matcher refuses one of these tokens.
+        For a step that raised, which may have left them in any state. Raises GrammarStateError
+        where a new matcher refuses one of these tokens.
         """
         del self.committed[length:]
         self.steered = [at for at in self.steered if at < length]
@@ -376,7 +376,7 @@ class Constraint:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 
         Where one refuses a token, both are rebuilt, as by ``commit``. Those of a text whose table
-        says where it stands may stay behind.
+        gives its state may lag.
         """
         if self._place is None:
             fork = self._fork
@@ -430,10 +430,10 @@ class Constraint:
             self._failure = error
 
     def _commit_fork(self, fork: Fork, start: int) -> None:
-        """The draft of ``fork`` is committed from ``start`` on.
+        """Commit the draft of ``fork``, from ``start`` on.
 
-        It filled the rows, and still knows those on the way that was committed. Raises
-        GrammarStateError where it has lost its way to the end of a text that must be whole.
+        It filled the rows, and still knows those of the committed path. Raises GrammarStateError
+        where it knows no path to the end of a text that must be complete.
         """
         fork.commit()
         if fork.is_alone:
@@ -442,13 +442,13 @@ class Constraint:
         if steered := matcher.steered:
             self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
         if matcher.has_lost_end and not self.has_lost_end:
-            self._lose_end("no way to end the text within max_tokens is known")
+            self._lose_end("no path to the end of the text within max_tokens is known")
 
     def _lose_end(self, reason: str) -> None:
         self.has_lost_end = True
-        reason = f"{reason}, behind output token {len(self.committed)}"
+        reason = f"{reason}, after output token {len(self.committed)}"
         if (budget := self._original.budget) is not None and budget.is_required:
-            fix = "complete=True asks for whole texts: allow more tokens, or pass complete=None"
+            fix = "complete=True requires complete texts: allow more tokens, or pass complete=None"
             raise GrammarStateError(f"{reason}; {fix}")
         _LOG.warning("%s; it may be cut off", reason)
 

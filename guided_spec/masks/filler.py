@@ -1,6 +1,6 @@
-"""Who fills which mask rows of a step: one draft after another, or many drafts on several threads.
+"""Fills the mask rows of a step: draft by draft, or many drafts on several threads.
 
-One request's way along its draft: its fork, the tokens so far, and whether more may follow.
+``RequestDraft`` is one request's draft: its fork, the tokens so far, and whether more may come.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from guided_spec.ops.host import named_range
 
 
 class RequestDraft:
-    """Made once a step and request.
+    """One request's draft in one step.
 
     request: its index in the batch. fork: None for a free text, and until it is needed.
     drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
-    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
-    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
-    drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
-    draft. starved: positions at which the drafter knew none of the legal tokens.
+    has_ended: the draft's last token ended the text, or the text was over from the start.
+    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for the
+    proposer that drafts now. is_paused: another proposer goes on. refused: the illegal token that
+    ended the draft. starved: positions at which the drafter knew none of the legal tokens.
     stops: where the device takes its rows from a table, the tokens that end a text there; no fork
-    goes along then, since each token is drawn under its row. See ``Lookahead.leave``.
+    is needed then, since each token is drawn under its row. See ``Lookahead.leave``.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class RequestDraft:
 
     @property
     def num_rows(self) -> int:
-        """Mask rows of the draft so far; a complete text has none behind it."""
+        """Mask rows of the draft so far; there is none after a complete text."""
         return len(self.drafted) + (not self.has_ended)
 
     @property
@@ -120,7 +120,7 @@ class RequestDraft:
             self.end()
 
     def end(self) -> None:
-        """The text is complete: nothing follows."""
+        """The text is complete: the draft ends."""
         self.has_ended, self.is_open = True, False
 
     def refuse(self, token_id: int) -> None:
@@ -128,9 +128,9 @@ class RequestDraft:
         self.is_open, self.refused = False, token_id
 
 
-# Seconds, in all and for each draft that is done, after which other threads help with the drafts that
+# Seconds, in all and for each draft that is done, after which other threads help with those that
 # are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
-# however many rows there are: the time tells, their number does not (``python -m
+# however many rows there are: so this goes by time, not by the number of rows (``python -m
 # benchmarks.masks.walks``; docs/performance/parts.md).
 PATIENCE = 0.003
 SLOW_DRAFT = 0.00005
@@ -150,7 +150,7 @@ MOST_THREADS = 8
 class RowFiller:
     """Fills the rows that the drafts of one step still lack.
 
-    The rows are the same on every way: each draft's rows are filled by one thread, in order.
+    The rows are always the same: each draft's rows are filled by one thread, in order.
     """
 
     def __init__(self, rows: MaskRows) -> None:
@@ -158,11 +158,11 @@ class RowFiller:
         self._batch = XGrammarBatch()  # of the thread that calls ``fill``
 
     def fill(self, drafts: Sequence[RequestDraft], *, threads: int | None = None) -> None:
-        """Fill every missing row of these drafts, up to the one behind the draft so far.
+        """Fill every missing row of these drafts, up to the one after the last token so far.
 
-        threads: that fill at once, this one among them; None for what the rows turn out to cost.
+        threads: that fill at once, this one among them; None: by what the rows turn out to cost.
 
-        The forks end where they stood, at the ends of the drafts.
+        The forks end where they were before, at the ends of the drafts.
         """
         missing = [draft for draft in drafts if draft.num_missing]
         if not missing:

@@ -1,4 +1,4 @@
-"""Forks walked along one draft, and the mask rows they produce.
+"""Forks that advance through one step's drafts, and the mask rows they produce.
 
 The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
 """
@@ -140,7 +140,7 @@ class Lookahead:
     def until(self, ends: Sequence[int]) -> Iterator[None]:
         """Inside, a request counts as closed from ``ends`` [B] draft tokens on.
 
-        So one proposer's turn ends, and what is walked later waits.
+        So one proposer's turn ends, and requests that are advanced later wait.
         """
         before = [draft.until for draft in self._drafts]
         for draft, end in zip(self._drafts, ends, strict=True):
@@ -153,7 +153,7 @@ class Lookahead:
 
     @contextmanager
     def pausing(self, pause: Pause | None) -> Iterator[None]:
-        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
+        """Inside, a request's turn ends after a token where ``pause(request)`` is true.
 
         So another proposer takes over in a draft. None: no turn ends so.
         """
@@ -193,14 +193,14 @@ class Lookahead:
         """The device takes the rows of these texts from tables: none of theirs is filled here.
 
         sources: int64 [depths, B or more] there, where their rows lie once the draft is made; 0 for
-        others, and for rows behind the end of a text. Nobody may ``peek`` at these rows.
+        others, and for rows after the end of a text. ``peek`` is not allowed for these rows.
         """
         self._sources = sources
         for request, stops in texts.stops.items():
             self._drafts[request].stops = stops
 
     def keep_sources(self) -> None:
-        """The draft is launched, and the next one may overwrite what ``leave`` was given."""
+        """Copy the sources of ``leave``: the next draft may overwrite them."""
         if self._sources is not None:
             self._sources = self._sources.clone()
 
@@ -208,8 +208,8 @@ class Lookahead:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
         None when no request is constrained. Rows of free and closed requests forbid nothing, and
-        rows that the device takes from tables are not there yet: whoever asked for them with
-        ``leave`` may write them into what is returned.
+        rows that the device takes from tables are not there yet: the caller of ``leave`` may write
+        them into what is returned.
         """
         if not self._is_constrained:
             return None
@@ -218,9 +218,9 @@ class Lookahead:
     def next_rows(self, count: int, depth: int) -> list[int]:
         """Where the rows of ``next_mask`` lie on the host, [count]: addresses.
 
-        count: B or more; those behind the batch's own forbid nothing. depth: so do those of
-        requests whose drafts hold another number of tokens. The rows stay as they are until the
-        step after the next one.
+        count: B or more; those after the batch's own forbid nothing. depth: so do those of
+        requests whose drafts hold another number of tokens. The rows do not change until the step
+        after the next one.
         """
         filled = self._fill_next([draft for draft in self._drafts if len(draft.drafted) == depth])
         return self._rows.addresses([(draft.request, depth) for draft in filled], count)
@@ -233,7 +233,7 @@ class Lookahead:
         return depths
 
     def _fill_next(self, drafts: Sequence[RequestDraft]) -> list[RequestDraft]:
-        """Fill the row behind each of those that go on under one of the host's; returns these."""
+        """Fill the next row of each draft that goes on under a row of the host's; returns these."""
         constraints = self._constraints
         drafting = [
             draft
@@ -333,7 +333,7 @@ class Lookahead:
     def fork_of(self, request: int) -> Fork | None:
         """The fork of one request, at the end of its draft so far; None if free or closed.
 
-        Whoever borrows it must leave it where it was before any other call.
+        The caller must return it to the state it was in before any other call.
         """
         self._wake()
         draft = self._drafts[request]
@@ -359,7 +359,7 @@ class Lookahead:
         self._next_depths(self._drafts)
 
     def advance(self, draft: Draft, starts: Sequence[int] | None = None) -> Draft:
-        """The draft to verify: where nobody did so, walked now and cut where a request's turn ends.
+        """The draft to verify, advanced now if it was not, and cut where a request's turn ends.
 
         An illegal token stays in it, where the verifier refuses it.
 
@@ -375,7 +375,7 @@ class Lookahead:
         return draft.cut(max(lengths))._replace(num_tokens=torch.tensor(lengths, device=device))
 
     def start(self) -> None:
-        """Begin to fill the rows that are still missing, beside what runs next."""
+        """Begin to fill the rows that are still missing, overlapped with what runs next."""
         if self._is_asleep:  # nothing is drafted: one row each
             missing = len(self._drafts)
         else:

@@ -39,19 +39,19 @@ class TabledTexts(NamedTuple):
 
 
 class TableStarts(NamedTuple):
-    """The texts of a batch that stand in one table: which requests, and in which states."""
+    """The texts of a batch that are in one table: which requests, and in which states."""
 
     requests: list[int]
     states: list[int]
 
 
 class TableAdvance(NamedTuple):
-    """Where the texts of a step go along their tables while they are drafted, token by token.
+    """The states of a step's texts in their tables while they are drafted, token by token.
 
-    cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and behind the last;
+    cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and after the last;
     zeros for texts without a table. sources: int64 [K + 1, R], see ``Lookahead.leave``.
 
-    Each place is written from the one before it, so that a step may be done again.
+    Each row of cursors is computed from the one before it, so that a step may be repeated.
     """
 
     cursors: Tensor
@@ -64,7 +64,7 @@ class TableAdvance(NamedTuple):
         return cls(cursors, cursors.new_zeros(length + 1, rows))
 
     def begin(self, cursors: Tensor) -> None:
-        """From here on they are those of ``TabledTexts``, int64 [B, 6]; rows behind have none."""
+        """Start from the cursors of ``TabledTexts``, int64 [B, 6]; further rows have no table."""
         count = len(cursors)
         self.cursors[0, :count].copy_(cursors, non_blocking=True)
         self.cursors[0, count:] = 0
@@ -85,9 +85,9 @@ class TableAdvance(NamedTuple):
 
 
 def launch_table_rows(words: int, device: torch.device) -> None:
-    """Launch each kernel that a walk over rows of ``words`` launches, for who compiles them ahead.
+    """Launch each kernel of ``TableAdvance`` for rows of ``words``, to compile them ahead.
 
-    A table may come at any time: the texts of that step would wait for them.
+    A table may come at any time: the texts of that step would wait for the compilation.
     """
     texts = TableAdvance.of(1, 1, device)
     rows = torch.empty(1, words, dtype=torch.int32, device=device)
@@ -123,11 +123,11 @@ def default_table_bytes(device: torch.device) -> int:
 
 
 class DeviceTables:
-    """The tables that running texts use, in the device's memory; the others go as room is needed.
+    """The tables that running texts use, in device memory; others are evicted as needed.
 
-    words: W. limit: bytes in all. Texts whose table finds no room beside those in use, or on the
+    words: W. limit: bytes in all. Texts whose table does not fit next to those in use, or on the
     device, have none.
-    prepare: what becomes of a table's rows, int32 [R, W], before they go there; None: nothing.
+    prepare: maps a table's rows, int32 [R, W], before they are stored; None: unchanged.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class DeviceTables:
     ) -> TabledTexts | None:
         """Of a batch of ``requests``, those whose tables are there, and from where they go on.
 
-        others: whether anybody else drafts under rows of the host's.
+        others: whether any other request drafts under rows of the host's.
 
-        None where there is none. What is evicted stays as it is as long as ``STEPS_IN_FLIGHT``
-        steps that were launched before may read it.
+        None where there is none. Evicted memory does not change as long as the last
+        ``STEPS_IN_FLIGHT`` launched steps may read it.
         """
         self._gone.append([])
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
@@ -170,7 +170,7 @@ class DeviceTables:
     def cursor(
         self, table: TokenTable, state: int, in_use: Container[TokenTable]
     ) -> NDArray[np.int64] | None:
-        """int64 [6]: a text in a state of a table, see ``ops.table_rows``; None without room.
+        """int64 [6]: a text in a state of a table, see ``ops.table_rows``; None if it cannot fit.
 
         in_use: tables that must stay.
         """
@@ -192,7 +192,7 @@ class DeviceTables:
         return held
 
     def _evict(self, size: int, wanted: Container[TokenTable]) -> bool:
-        """Whether there is room for so many bytes; what nobody wants goes for it, if that helps."""
+        """Whether so many bytes fit; tables that are not wanted are evicted if that helps."""
         if self._left >= size:
             return True
         spare = [table for table in self._held if table not in wanted]
@@ -208,7 +208,7 @@ class DeviceTables:
         return True
 
     def _hold(self, table: TokenTable, size: int) -> _Held:
-        assert table.rows.shape[1] == self._words  # else kernels would read what lies behind
+        assert table.rows.shape[1] == self._words  # else kernels would read out of bounds
         classes, then = self._upload(table.classes), self._upload(table.then)
         rows = self._upload(table.rows)
         if self._prepare is not None:
@@ -222,9 +222,9 @@ class DeviceTables:
         return _Held(size, (classes, then, rows, row_at), cursors)
 
     def _upload(self, part: NDArray[Any]) -> Tensor:
-        """A copy on the device, behind what was launched on the current stream; not waited for.
+        """A copy on the device, ordered on the current stream; not waited for.
 
-        Whoever reads it is launched on that stream too, or waits for it.
+        Its readers must run on that stream too, or wait for it.
         """
         if self._device.type != "cuda":
             return torch.tensor(part)
@@ -282,7 +282,7 @@ class MaskBlock:
         self._copies: list[torch.cuda.Event] = []
 
     def clear(self) -> None:
-        """Forget what was filled. Waits for the copies that are still under way."""
+        """Forget what was filled. Waits for the copies that are still running."""
         for copied in self._copies:
             copied.synchronize()
         self._copies.clear()
@@ -290,7 +290,7 @@ class MaskBlock:
         self._is_filled[:] = False
 
     def hold(self, copied: torch.cuda.Event) -> None:
-        """A copy from here is under way: the next ``clear`` waits for its event."""
+        """A copy from here is running: the next ``clear`` waits for its event."""
         self._copies.append(copied)
 
     def fill(self, matcher: RowSource, row: int) -> None:
@@ -333,7 +333,7 @@ class MaskBlock:
         return [start + row * size for row in rows]
 
     def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if given."""
+        """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if passed."""
         for row in rows:
             self.row(row)
         return torch.index_select(self._rows, 0, torch.tensor(rows), out=out)
@@ -346,17 +346,17 @@ class MaskBlock:
 
 
 class Uploaded(NamedTuple):
-    """Rows on the device, and the event behind which their host memory may change again."""
+    """Rows on the device, and the event after which their host memory may change again."""
 
     rows: Tensor
     copied: torch.cuda.Event
 
 
 class MaskUpload:
-    """Memory for [requests, depths] rows on the device; it stays where it is for good.
+    """Memory for [requests, depths] rows on the device, at a fixed address.
 
     So a CUDA graph may read from it: the rows of as many requests and depths lie at the same
-    address in every step. It is written again in the next step, behind whatever was launched on the
+    address in every step. The next step overwrites it, after everything that was launched on the
     current stream before ``begin``.
     """
 
@@ -385,7 +385,7 @@ class MaskUpload:
     def verify_rows(self, rows: Tensor, requests: int) -> Uploaded:
         """Pinned int32 [depths * requests, W] to the device, as [requests, depths, W].
 
-        The copy runs on a stream of its own, beside the forward; the current stream waits for it.
+        The copy overlaps the forward, on its own stream; the current stream waits for it.
         """
         depths, words = len(rows) // requests, rows.shape[1]
         found = self._rows[: len(rows)].view(requests, depths, words)
@@ -424,8 +424,8 @@ class MaskRows:
 
     In memory all requests' rows of one depth lie together, so that both what a drafter asks for
     (one depth) and what the verifier asks for (the first depths) is one contiguous piece. For a
-    CUDA device the memory is pinned, the copies do not block the host, and there are two blocks of
-    it in turn: a step begins while the last one's rows may still be on their way.
+    CUDA device the memory is pinned, the copies do not block the host, and two blocks of it
+    alternate: a step begins while the last one's rows may still be copied.
 
     table_bytes: what the tables of running texts may take on the device, see ``tables``.
     """
@@ -503,8 +503,7 @@ class MaskRows:
     def at_depths(self, depths: Sequence[int | None]) -> Tensor:
         """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None.
 
-        On a CUDA device it is the same memory at every call: whoever needs the rows for longer
-        copies them.
+        On a CUDA device it is the same memory at every call: copy the rows to keep them longer.
         """
         assert len(depths) == self._active
         asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
@@ -528,8 +527,7 @@ class MaskRows:
     def addresses(self, cells: Sequence[tuple[int, int]], count: int) -> list[int]:
         """Where the filled rows at ``cells``, (request, depth), lie on the host: [count].
 
-        By request; the others' forbid nothing. Whoever reads there has to be done before the next
-        ``clear`` but one.
+        By request; the others' forbid nothing. They are valid until the second ``clear`` from now.
         """
         rows = [self._none] * count
         for request, depth in cells:
@@ -539,8 +537,8 @@ class MaskRows:
     def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.
 
-        sources: int64 [D, requests or more] there, addresses of rows that take the place of the
-        first D; 0 leaves a row as it is.
+        sources: int64 [D, requests or more] there, addresses of rows that replace the first D; 0
+        leaves a row as it is.
 
         Contiguous; on a CUDA device at the same address for the same two numbers.
         """

@@ -73,7 +73,7 @@ class _TargetModules(nn.Module):
         gradient.
 
         Raises ModelError, listing what was expected and found, when the checkpoint has no such
-        modules, belongs to another target, or is quantized in a way that cannot be read.
+        modules, belongs to another target, or has a quantization that cannot be read.
         """
         num_modules, names = cls._find(checkpoint, target)
         tensors = read_tensors(checkpoint, names, target.dtype)
@@ -121,7 +121,7 @@ class _TargetModules(nn.Module):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead``: [B, T, H] behind the last norm."""
+        """[B, T, H] after the last norm; see ``DraftHead``."""
         module, places = arguments["module"], arguments["position_ids"]
         given = {
             "position_embeddings": self.rotate(hidden, places, module),

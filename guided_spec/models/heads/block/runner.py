@@ -1,10 +1,10 @@
 """A block head over slots: it reads verified tokens, and drafts by one forward.
 
-``BlockRunner`` keeps the outputs of each slot's block, and goes along it. Who reads the text, and
-computes a block behind it, is a ``BlockReader``: ``ContextReader`` for heads that see the target's
-hidden states as keys and values, over the target's tables, and ``MaskedReader`` for P-EAGLE, whose
-equations are in ``guided_spec.models.heads.eagle``. Their packed forms are ``AheadReader``s, whose
-forwards are CUDA graphs.
+``BlockRunner`` keeps the outputs of each slot's block, and drafts from them token by token. A
+``BlockReader`` reads the text and computes the block after it: ``ContextReader`` for heads that see
+the target's hidden states as keys and values, over the target's tables, and ``MaskedReader`` for
+P-EAGLE, whose equations are in ``guided_spec.models.heads.eagle``. Their packed forms are
+``AheadReader``s, whose forwards are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from guided_spec.ops.host import to_device
 
 
 class BlockReader(Protocol):
-    """Reads verified tokens, and computes the places behind them; see ``HeadRunner``.
+    """Reads verified tokens, and computes the positions after them; see ``HeadRunner``.
 
     max_length: tokens of a text. width: tokens of a whole block. size: H, of its outputs.
-    transition: how a place depends on the one before; None: it does not. ahead: the reader itself,
-    where its forwards are graphs; None where they are not.
+    transition: how a position depends on the one before; None: it does not. ahead: the reader
+    itself, where its forwards are graphs; None where they are not.
     """
 
     @property
@@ -67,11 +67,11 @@ class BlockReader(Protocol):
     ) -> None: ...
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None: ...
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """The outputs [R, width, H] of the places behind ``last``, int64 [R]; nothing is kept."""
+        """The outputs [R, width, H] of the positions after ``last``, int64 [R]; nothing is kept."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Outputs [..., H] to logits [..., D], of each place by itself."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         ...
 
 
@@ -89,16 +89,16 @@ class AheadReader(BlockReader, Protocol):
     def read_ahead(self, new: ReadAhead) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
     def capture(self, width: int) -> Iterator[None]:
-        """Capture the graphs of reading, and of blocks of ``width`` places."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         ...
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """Where the last tokens of R texts stand, whose slots then have blocks for ``width`` more
-        behind them."""
+        """[R]: the positions of the texts' last tokens; their slots then have blocks for ``width``
+        more."""
         ...
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
-        """The outputs [R, width, H] of the places behind ``last``, which stand at ``starts``.
+        """The outputs [R, width, H] of the positions after ``last``, tokens at ``starts``.
 
         All int64 [R] on the device; slot -1: an unused row. For a graph: nothing waits.
         """
@@ -108,9 +108,9 @@ class AheadReader(BlockReader, Protocol):
 class BlockRunner:
     """A ``HeadRunner`` whose drafts are blocks.
 
-    width: tokens of a draft at most; there are no more than the reader's. Behind the block's last
-    place every logit is -inf: a draft is no longer than that. It is an ``AheadRunner`` where the
-    reader is an ``AheadReader``.
+    width: tokens of a draft at most; there are no more than the reader's. After the block's last
+    position every logit is -inf: a draft is no longer than that. It is an ``AheadRunner`` where
+    the reader is an ``AheadReader``.
 
     transition: as of the reader.
     """
@@ -139,7 +139,7 @@ class BlockRunner:
         columns = max(self.width, 1)
         self._outputs = torch.zeros(num_slots, columns, reader.size, device=device, dtype=dtype)
         self._is_drafted = [False] * num_slots
-        # The last verified token, and where a place depends on it, the draft behind that.
+        # The last verified token, then, where a position depends on it, the draft.
         self._trail = torch.zeros(num_slots, columns + 1, device=device, dtype=torch.int64)
 
     def length(self, slot: int) -> int:
@@ -147,7 +147,7 @@ class BlockRunner:
         return self._reader.length(slot)
 
     def depth(self, slot: int) -> int:
-        """Draft tokens behind the verified ones."""
+        """Draft tokens after the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -241,7 +241,7 @@ class BlockRunner:
         return self._ahead.starts(slots, count)
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
-        """See ``DraftForward``: the places are scored by one forward."""
+        """True: one forward scores all positions; see ``DraftForward``."""
         assert self._ahead is not None
         slots, starts, _ = inputs["index"].unbind(0)
         before = self._trail[slots, 0]
@@ -272,7 +272,7 @@ class BlockRunner:
         return scores
 
     def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
-        """last: int64 [R] or one for all, the tokens that the drafts stand behind."""
+        """last: int64 [R] or one for all, the tokens before the drafts."""
         self._trail[index, 0] = last
         for slot in slots:
             self._begin_draft(slot)
@@ -367,7 +367,7 @@ def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
 
 
 class MaskedReader:
-    """A ``BlockReader``: masks behind the last verified position, all by one forward.
+    """A ``BlockReader``: masks after the last verified position, all by one forward.
 
     width: tokens of a draft at most.
 
