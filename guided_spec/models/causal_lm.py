@@ -32,7 +32,7 @@ from guided_spec.ops.kernels import has_triton
 PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2
 LONGEST_DRAFT = 16  # tokens of a row that may be taken back, unless more are asked for
-TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more behind windows
+TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more with windows
 
 PACKED_DEVICES = ("cpu", "cuda")  # where "auto" is packed
 
@@ -132,8 +132,8 @@ class CausalLM:
     num_slots: texts at a time. max_length: tokens of a text.
     form: its packed form for this ``max_length``, found before; None for none.
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
-    shared_blocks: the tables by which another model keeps the same texts: a packed form keeps its own keys
-        and values by them, and leaves it to that model's owner which slot has which blocks.
+    shared_blocks: the tables by which another model keeps the same texts: a packed form keeps its
+        own keys and values by them, and that model's owner decides which slot has which blocks.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
     longest_draft: tokens of a row that ``commit`` may keep in part, where a packed form has a
@@ -210,7 +210,7 @@ class CausalLM:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether texts that begin alike may have blocks in common: a state has no beginning."""
+        """Whether texts that share a prefix may share blocks: a linear state has no prefix."""
         return self.blocks is not None and not self.has_linear_state
 
     @torch.inference_mode()
@@ -227,8 +227,8 @@ class CausalLM:
         hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
             layers) the output of the last layer, and -1 that output after the final norm.
 
-        ``commit`` has to follow before the next forward. Raises ModelError for a layer that the
-        model does not have.
+        Call ``commit`` before the next forward. Raises ModelError for a layer that the model does
+        not have.
         """
         if self._packed is not None:
             check_layers(hidden_layers, len(self._packed.memory))
@@ -282,7 +282,7 @@ class CausalLM:
         if self._slots is not None:
             self._slots.cache.commit(keep)
             return
-        pairs = zip(keep, self._counts, strict=False)  # prompts beside the rows stay
+        pairs = zip(keep, self._counts, strict=False)  # prompts after the rows stay
         cut = max((count for kept, count in pairs if kept < count), default=0)
         if self.has_linear_state and cut > self._longest_draft:
             raise ModelError(
@@ -308,7 +308,7 @@ class CausalLM:
         return self.blocks is None or self.blocks.holds(slots, np.array(lengths, dtype=np.int64))
 
     def grow(self, slot: int, length: int) -> bool:
-        """Whether the slot has room for so many tokens, which it keeps until it is released."""
+        """Whether the slot can hold so many tokens; it then keeps the blocks until its release."""
         return self.blocks is None or self.blocks.grow(slot, length)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -317,15 +317,15 @@ class CausalLM:
             self.blocks.release(slots)
 
     def has_blocks(self, length: int) -> bool:
-        """Whether the blocks that nobody has would hold a text of so many tokens.
+        """Whether the free blocks would hold a text of so many tokens.
 
-        As far as a slot holds them: what is behind ``max_length`` needs none.
+        As far as a slot holds them: what is beyond ``max_length`` needs none.
         """
         needed = min(length, self.max_length)
         return self.blocks is None or self.blocks.num_free * BLOCK >= needed
 
     def can_copy(self, length: int) -> bool:
-        """Whether an empty slot has room for a copy of so many tokens of another one."""
+        """Whether an empty slot can hold a copy of so many tokens of another one."""
         return self.blocks is None or self.blocks.can_share(length)
 
     @torch.inference_mode()
@@ -333,7 +333,7 @@ class CausalLM:
         """Make ``destinations`` hold the first ``length`` tokens of ``source``.
 
         Linear states are copied as they are: with these, ``source`` must hold just ``length``.
-        Beside another model, the slots have blocks for so many tokens already.
+        With ``shared_blocks``, the slots must have blocks for so many tokens already.
         """
         if self._slots is not None:
             self._slots.cache.copy_slot(source, destinations, length)
@@ -385,7 +385,7 @@ class CausalLM:
 
 
 def _joined(memory: Sequence[KeyValues | None], states: Sequence[DeltaStates]) -> list[LayerStates]:
-    """[L]: the memory of each layer, and the states in the places of those that have none."""
+    """[L]: the memory of each layer, or its states where it has none."""
     left = iter(states)
     return [next(left) if kept is None else kept for kept in memory]
 

@@ -207,13 +207,13 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # after the gates
     line = (packed + token * width + column)[:, None]
     source = line + at[None, :]
-    place = tl.load(tokens + count + token)
-    turn = tl.minimum(place, positions - 1) * turned + at
+    position = tl.load(tokens + count + token)
+    turn = tl.minimum(position, positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(tokens + token)
-    place = tl.minimum(place, max_length)
-    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
+    position = tl.minimum(position, max_length)
+    found = tl.load(tables + slot * table_row + position // block, mask=slot >= 0, other=0)
     await_previous(IS_DEPENDENT)
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -252,15 +252,15 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
-    target = ((found.to(tl.int64) * keys_count + number) * block + place % block) * size
+    target = ((found.to(tl.int64) * keys_count + number) * block + position % block) * size
     target = target[:, None]
     if turned < size:
         out_rest = rest.to(out)
         tl.store(line + rest_at[None, :], out_rest, mask=is_rest & is_turned[:, None])
         is_kept = is_rest & (head >= first)[:, None]
-        place = target + rest_at[None, :]
-        tl.store(keys + place, out_rest, mask=is_kept & is_turned[:, None])
-        tl.store(values + place, out_rest, mask=is_kept & is_value[:, None])
+        target_rest = target + rest_at[None, :]
+        tl.store(keys + target_rest, out_rest, mask=is_kept & is_turned[:, None])
+        tl.store(values + target_rest, out_rest, mask=is_kept & is_value[:, None])
     target += at[None, :]
     tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
     tl.store(keys + target + half, high_out.to(out), mask=kept & is_turned[:, None])

@@ -47,7 +47,7 @@ PROPOSERS: dict[str, str | Factory] = {
 }
 
 
-_PLAIN = ("ngram", "none", "suffix")  # take nothing behind a colon
+_PLAIN = ("ngram", "none", "suffix")  # take no argument after a colon
 
 
 def register_proposer(name: str, factory: str | Factory) -> None:
@@ -68,8 +68,8 @@ def proposer_names() -> list[str]:
 
 
 def require_proposer(spec: str) -> None:
-    """Raise UnknownProposerError for a spec with a name that nobody registered, and ConfigError for
-    what is no str or has something behind a name that takes nothing. Builds nothing."""
+    """Raise UnknownProposerError for a spec with a name that is not registered, and ConfigError for
+    what is no str or has an argument for a name that takes none. Builds nothing."""
     if not isinstance(spec, str):
         raise ConfigError("proposer", spec, "must be a name, such as 'ngram'")
     members = spec.removeprefix("chain:")
@@ -82,7 +82,7 @@ def require_proposer(spec: str) -> None:
 
 def _require_argument_allowed(name: str, argument: str) -> None:
     if argument and name in _PLAIN:
-        fix = f"{name} takes nothing behind the colon: pass {name!r}"
+        fix = f"{name} takes nothing after the colon: pass {name!r}"
         raise ConfigError("proposer", f"{name}:{argument}", fix)
 
 

@@ -1,4 +1,4 @@
-"""Several proposers behind one another: each continues where the one before it stopped."""
+"""Several proposers in sequence: each continues where the one before it stopped."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Carried(tuple[object | None, ...]):
 
 
 class _Part(NamedTuple):
-    """Drafts behind one another, as one; most: see ``DraftInFlight``."""
+    """Consecutive drafts as one; most: see ``DraftInFlight``."""
 
     draft: Draft
     most: tuple[int, ...]
 
     def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
-        """``draft`` behind this one, without the columns that no request uses."""
+        """This one followed by ``draft``, without the columns that no request uses."""
         both = tuple(map(sum, zip(self.most, most, strict=True)))
         return _Part(concatenate(self.draft, draft).cut(max(both)), both)
 
@@ -51,8 +51,8 @@ class _Flying(NamedTuple):
 class _Turns:
     """The turns that the members take in one step.
 
-    advanced: what is drafted, and known to the host. flying: what comes behind it, if anything does.
-    last: [members] the last flight of each, None before its first turn.
+    advanced: what is drafted, and known to the host. flying: the draft after it, if there is one.
+    last: [members] the last draft of each, None before its first turn.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class _Turns:
             self._advance(self._begin(0, self._batch), starts)
 
     def fill(self, member: int, left: Sequence[int]) -> list[int]:
-        """Another one drafts ``left`` [B] tokens at most, and the first behind it.
+        """Another one drafts ``left`` [B] tokens at most, and the first member after it.
 
-        Returns what is left then. Nothing is drafted behind a member that ends chains.
+        Returns what is left then. Nothing is drafted after a member that ends chains.
         """
         batch, lookahead, proposer = self._batch, self._lookahead, self._members[member]
         if self.flying is not None:
             if self.last[member] is None:
                 serve_mailbox = self.flying.flight.serve_mailbox
-                if serve_mailbox is not None:  # who reads may wait for the device
+                if serve_mailbox is not None:  # a member that reads may wait for the device
                     serve_mailbox()
                 # Hidden states come once: it has to get them even if its turn never comes.
                 self._begin(member, replace(batch, num_draft_tokens=0))
@@ -116,7 +116,7 @@ class _Turns:
         return flight
 
     def _advance(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
-        """The draft of ``flight`` goes behind ``starts`` [B] tokens."""
+        """Append the draft of ``flight``, which starts after ``starts`` [B] tokens."""
         draft = flight.finish()
         # A token that the grammar refused may be left out of the draft, which is then shorter.
         lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)
@@ -159,10 +159,10 @@ class _ChainDraft(NamedTuple):
 
 
 class Chain(Proposer):
-    """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
+    """``chain:first+second+...``: the first drafts, the others fill its gaps, then it continues.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
-    from there, and what its own words force comes behind them. A member that ``ends_chains``, as
+    from there, and what its own words force comes after them. A member that ``ends_chains``, as
     the head of ``chain:grammar_forced+eagle3`` on a GPU, is the last: what its words force comes
     first in the next step.
     """
@@ -184,8 +184,8 @@ class Chain(Proposer):
     ) -> DraftInFlight:
         """The members in turn, each from where the draft stands, until none has more to say.
 
-        The members behind the first draft K tokens of each request between them at most. What one
-        request drafts never decides how much another does: both may draw with the same noise.
+        The members after the first draft K tokens a request at most, together. What one request
+        drafts never decides how much another does: both may draw with the same noise.
         """
         carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
         turns = _Turns(self._names, self._members, batch, lookahead, carried)
@@ -195,7 +195,7 @@ class Chain(Proposer):
             before = left
             for member in range(1, len(self._members)):
                 left = turns.fill(member, left)
-            # Who got nothing is done, however long others go on.
+            # A request that got nothing is done, however long others go on.
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
             pairs = zip(left, lookahead.is_open, strict=True)
             is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)
@@ -215,7 +215,7 @@ class Chain(Proposer):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether all members do that want states: these are told once."""
+        """Whether all members do that want states, which are passed once."""
         return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
 
     @property

@@ -1,6 +1,6 @@
 """The choice of a draft's tokens, as a draft loop makes it: by itself, or as a CUDA graph.
 
-How a CUDA graph that draws a draft is told what to sample with.
+And the sampling parameters of a CUDA graph that draws a draft.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_filtered(sampling: Sampling) -> bool:
 def read_sampling(
     inputs: Inputs, depth: int, sampling: Sampling, noise: DraftNoise | None
 ) -> tuple[Sampling, DraftNoise | None]:
-    """Both, with a graph's own tensors, for the token ``depth`` places behind its "positions".
+    """Both, with a graph's own tensors, for the token ``depth`` after its "positions".
 
     Without noise nothing is sampled, and nothing read.
     """
@@ -137,9 +137,9 @@ class DraftChooser:
         return cls(target_ids, graphs, sources)
 
     def begin_advance(self, texts: TabledTexts, length: int, device: torch.device) -> TableAdvance:
-        """For texts that go along tables for ``length`` tokens, from ``choose`` to ``choose``.
+        """The states of texts in their tables for ``length`` tokens, passed to each ``choose``.
 
-        The next one lies in the same memory.
+        The next call returns the same memory.
         """
         size = bucket(len(texts.cursors))
         if (length, size) not in self._advances:
@@ -157,11 +157,11 @@ class DraftChooser:
         noise: DraftNoise | None,
         tabled: TableAdvance | None = None,
     ) -> Chosen:
-        """As ``choose_draft``, for the token ``depth`` places behind ``noise.positions``.
+        """As ``choose_draft``, for the token ``depth`` after ``noise.positions``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
-            for all tokens of a draft. tabled: the texts whose rows of the mask come from tables, which
-            may be written into ``mask``; the tokens lead it on.
+            for all tokens of a draft. tabled: the texts whose rows of the mask come from tables;
+            these may be written into ``mask``, and the tokens advance it.
         """
         batch = len(logits)
         size = bucket(batch)
@@ -169,7 +169,7 @@ class DraftChooser:
         if self._graphs is None or size * logits.shape[1] > largest:
             at = None if noise is None else noise._replace(positions=noise.positions + depth)
             return self._choose_at(depth, logits, mask, sampling, at, tabled)
-        # Rows behind the batch's own are drawn too, from whatever stands there.
+        # Rows after the batch's own are drawn too, from whatever the memory holds.
         inputs, fixed = self._split(logits, mask, size)
         if noise is not None:
             fixed["positions"] = self._positions_of(noise, size)
@@ -215,7 +215,7 @@ class DraftChooser:
         buffers: Chosen,
         tabled: TableAdvance | None,
     ) -> Callable[[Inputs], None]:
-        """What a graph holds: the choice from the tensors that it is given, left in ``buffers``."""
+        """What a graph holds: the choice from the tensors passed to it, left in ``buffers``."""
 
         def body(tensors: Inputs) -> None:
             given = (tensors["logits"], tensors.get("mask"))

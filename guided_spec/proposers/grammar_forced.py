@@ -3,7 +3,7 @@
 A token is rarely forced (after ``{"`` the tokens ``n``, ``na`` and ``name`` may all be legal), but
 the *text* often is. So the search goes byte by byte: as long as exactly one single byte is legal,
 it is forced. The forced text is then tokenised the way the tokenizer would write it. The last token
-may be wrong where the tokenizer would have merged it with what follows; verification is exact, so
+may be wrong where the tokenizer would have merged it with the next text; verification is exact, so
 that costs nothing but the token.
 """
 
@@ -32,8 +32,8 @@ LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text wi
 class GrammarForced(Proposer):
     """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model.
 
-    ``grammar_forced:start`` does so where a text begins, and nowhere else: there a head behind it
-    has no hidden states to draft from, and all other steps are as without it.
+    ``grammar_forced:start`` does so where a text begins, and nowhere else: there a head that comes
+    next has no hidden states to draft from, and all other steps are as without it.
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class GrammarForced(Proposer):
     def _draft(
         self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]
     ) -> list[int]:
-        """What is forced behind ``drafted``, which is the request's draft so far."""
+        """What is forced after ``drafted``, which is the request's draft so far."""
         if batch.constraints[request] is None:
             return []
         most = self._limit - len(lookahead.forced[request])
@@ -134,7 +134,7 @@ class _Known(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """What must come next: text, and behind it the end-of-text token if nothing else may follow."""
+    """What must come next: text, then the end-of-text token if nothing else may come after it."""
 
     text: bytes
     stop: tuple[int, ...] = ()

@@ -84,7 +84,7 @@ class LearnedHead(Proposer):
     """Drafts with a head that is fed with the target's hidden states.
 
     A step that drafts first reads the tokens verified since the last one, with the target's hidden
-    states, and so overwrites what the last draft left behind; then it drafts from its own output.
+    states, and so overwrites what the last draft stored; then it drafts from its own output.
 
     head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
     run: makes what runs the head over its slots.
@@ -189,7 +189,7 @@ class LearnedHead(Proposer):
         ]
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
-        """The loop behind its run, in which ``rows`` draft."""
+        """The loop after its run, in which ``rows`` draft."""
         if self._whole is not None:
             most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
             batch = replace(batch, limits=tuple(most))
@@ -258,13 +258,13 @@ class LearnedHead(Proposer):
         return True
 
     def _may_draft(self, batch: DecodeBatch, drafted: int, row: int) -> bool:
-        """Whether the slot has been read, and can hold the longest draft behind its text.
+        """Whether the slot has been read, and can hold the longest draft after its text.
 
         drafted: tokens that the draft holds already.
 
-        Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
-        longer one costs all requests a step of the head. What is behind it comes in the next step,
-        from the target's own hidden states.
+        Where it drafts by a graph, that holds K tokens of the draft, whichever member they are
+        from: a longer one costs all requests a step of the head. Later tokens come in the next
+        step, from the target's own hidden states.
         """
         slot = batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
@@ -316,9 +316,9 @@ class LearnedHead(Proposer):
         pieces: dict[int, _Piece],
         rests: dict[int, _Piece],
     ) -> list[int]:
-        """Of ``rows`` with one prompt: who holds it behind ``pieces``, and who takes it then.
+        """Of ``rows`` with one prompt: who holds it after ``pieces``, and who takes it then.
 
-        Empty where nobody takes it. Moves to ``rests`` what is read behind it.
+        Empty where nobody takes it. Moves to ``rests`` what is read after it.
         """
         head, length = self._head, batch.prompt_lengths[rows[0]] - 1
         lengths = {row: head.length(batch.slots[row]) for row in rows}
@@ -481,9 +481,9 @@ qwen3_5_mtp = partial(_build, "qwen3_5_mtp", partial(_packed, PackedMtp))
 mtp = partial(_build, "mtp", partial(_packed, PackedMtp))
 # DFlash from z-lab, DeepSeek or speculators: one forward of the head drafts a block.
 dflash = partial(_build, "dflash", _over_blocks)
-# DFlash 2 from z-lab or speculators: a block whose candidates are scored as they follow.
+# DFlash 2 from z-lab or speculators: a block whose candidates are scored by their predecessors.
 dflash2 = partial(_build, "dflash2", _over_blocks)
 # DSpark from DeepSeek or speculators: a block with a Markov head.
 dspark = partial(_build, "dspark", _over_blocks)
-# P-EAGLE from speculators or in EAGLE-3's layout: masks behind the text, at once.
+# P-EAGLE from speculators or in EAGLE-3's layout: masks after the text, at once.
 p_eagle = partial(_build, "p_eagle", _over_masks)

@@ -39,7 +39,7 @@ KINDS = (
 class DraftPrefix(NamedTuple):
     """What the drafts hold before a head goes on.
 
-    token_ids: int64 [B, K] on the host, -1 behind each row's end. counts: int64 [B] on the head's
+    token_ids: int64 [B, K] on the host, -1 after each row's end. counts: int64 [B] on the head's
     device.
     """
 
@@ -52,7 +52,7 @@ class DraftPrefix(NamedTuple):
         return cls(pad_ids(rows, width, -1), to_device([len(row) for row in rows], device))
 
     def after(self, drawn: Tensor) -> Tensor:
-        """Of ``drawn`` [K, B, ...] in the same shape: what follows each row's tokens, then any."""
+        """Of ``drawn`` [K, B, ...], same shape: what comes after each row's tokens, then any."""
         steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
         places = (self.counts + steps).clamp_max(len(drawn) - 1)
         return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
@@ -75,8 +75,8 @@ class DraftBuffers(NamedTuple):
 class MaskedTurn(NamedTuple):
     """A head's part of a step.
 
-    ends: [B] tokens that each draft holds behind it at most. prefix: None where no draft holds any
-    before it. A request that drafts nothing is prefix nothing. texts: whose rows the device takes
+    ends: [B] tokens that each draft holds after it at most. prefix: None where no draft holds any
+    before it. A request that drafts nothing has no prefix. texts: whose rows the device takes
     from tables; None where there are none.
 
     No turn ends before: the graph is launched.
@@ -142,7 +142,7 @@ class MaskedDraft:
                 self._post(lookahead, depth)
 
     def accept_drawn(self, count: int | None = None) -> None:
-        """Accept the next tokens as they come, ``count`` or all, and fill the mask behind each.
+        """Accept the next tokens as they come, ``count`` or all, and fill the mask after each.
 
         Does nothing once all are accepted.
         """
@@ -193,7 +193,7 @@ class MaskedDrafter:
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
-    mailbox: through which they go. words: of a mask row. held: what its graphs sample with.
+    mailbox: of their masks and tokens. words: of a mask row. held: what its graphs sample with.
     scores_at_once: as of the head, see ``DraftForward``.
     """
 
@@ -222,8 +222,8 @@ class MaskedDrafter:
     ) -> MaskedDraft:
         """Launch a draft of ``batch.num_draft_tokens`` for all requests, which stand in ``slots``.
 
-        sampling: of the draft. noise: of the tokens behind the contexts; None where every request
-        is greedy.
+        sampling: of the draft. noise: of the tokens after the contexts; None where every request is
+        greedy.
         """
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None if turn.prefix is None else turn.prefix.token_ids

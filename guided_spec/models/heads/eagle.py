@@ -120,7 +120,7 @@ class EagleHead(LayoutHead):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead.forward``."""
+        """The recycled states [B, T, H], see ``DraftHead.forward``."""
         states: Tensor = self.fc(torch.cat([self.embed(token_ids).to(hidden.dtype), hidden], -1))
         rotations = self.rotary_emb(states, arguments["position_ids"])
         for layer in self.layers:
@@ -433,7 +433,7 @@ class Eagle3Head(LayoutHead):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead.forward``."""
+        """The recycled states [B, T, H], see ``DraftHead.forward``."""
         places, mask = arguments["position_ids"], arguments["attention_mask"]
         return self.run_layers(token_ids, hidden, places, mask, cache=arguments["cache"])
 

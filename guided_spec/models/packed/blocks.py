@@ -57,7 +57,7 @@ class SharedPrefix(NamedTuple):
 
 
 class Tables(Protocol):
-    """What a forward asks of the tables that its tokens go by; see ``Blocks``."""
+    """What a forward needs of the block tables of its tokens; see ``Blocks``."""
 
     max_length: int
     tables: Tensor
@@ -76,12 +76,12 @@ class WholeSlots:
         self.tables = torch.arange(num_slots, dtype=torch.int32, device=device).unsqueeze(1)
 
     def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool:
-        """As ``grow``."""
+        """True: every slot has all its positions, as for ``grow``."""
         del slots, ends
         return True
 
     def grow(self, slot: int, length: int) -> bool:
-        """Every slot has all its positions."""
+        """True: every slot has all its positions."""
         del slot, length
         return True
 
@@ -116,9 +116,9 @@ class Blocks:
     max_length: positions of a text. num_blocks: of ``BLOCK`` positions each; None: as many as all
     slots can fill. device: of the tables.
 
-    tables: int32 [num_slots, P] on the device, see ``SlotIndex``; up to date behind ``upload``.
-    side: the stream on which they are written, whoever asks for it: else an older change might come
-        last. Whoever keeps memory by them may run there.
+    tables: int32 [num_slots, P] on the device, see ``SlotIndex``; up to date after ``upload``.
+    side: the stream on which they are always written: else an older change might come last. Users
+        of memory that goes by them may run there.
     lag: positions at the end of a prefix that some memory holds for the text that went on from it.
     """
 
@@ -138,9 +138,9 @@ class Blocks:
         self._holders = [0] * (self.num_blocks + 1)  # slots whose table a block stands in
         self._keys: dict[int, Key] = {}  # of the blocks that are known by their text
         self._known: dict[Key, tuple[int, int]] = {}  # their block, and serial number
-        # Known, and nobody has them, the least recently used first. No LRUCache: any may be taken
-        # back, and none is forgotten but where its block is needed. A dict would look for its first
-        # one behind all that were taken out.
+        # Known and unused, the least recently used first. No LRUCache: any may be taken back, and
+        # none is forgotten but where its block is needed. A dict would search for its first one
+        # past all that were taken out.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._read: set[int] = set()  # blocks that a memory that lags has been filled for
         self._serial = 0
@@ -187,7 +187,7 @@ class Blocks:
     def grow(self, slot: int, length: int) -> bool:
         """Give the slot blocks for its first ``length`` positions; False where too few are free.
 
-        Positions behind ``max_length`` need none.
+        Positions beyond ``max_length`` need none.
         """
         table = self._slots[slot].blocks
         missing = -(-min(length, self.max_length) // BLOCK) - len(table)
@@ -204,7 +204,7 @@ class Blocks:
             blocks = self._slots[slot].blocks
             for block in reversed(blocks):  # so that the end of a text is forgotten before it
                 self._drop(block)
-            # What is fed behind the next text's blocks must not find these.
+            # What is fed after the next text's blocks must not find these.
             self._changes |= {(slot, at): SINK for at in range(len(blocks))}
             self._slots[slot] = _Slot()
             self._capacity[slot] = 0
@@ -316,9 +316,9 @@ class Blocks:
         """Bring ``tables`` up to date; nothing waits for the device."""
         if not self._changes:
             return
-        rows = [[*place, block] for place, block in self._changes.items()]
+        rows = [[*entry, block] for entry, block in self._changes.items()]
         self._changes.clear()
-        self.side.after_current()  # what the current stream was given reads them as they are
+        self.side.after_current()  # work on the current stream reads them as they are
         with self.side.use():
             found = to_device(rows, self.tables.device)
             self.tables[found[:, 0], found[:, 1]] = found[:, 2].int()

@@ -1,9 +1,9 @@
 """The forward of a llama-like target over KV slots, in few kernels and without host work.
 
 The stock module makes some sixty small launches a layer; this one makes a dozen, over the same
-weights. It computes what the stock one does up to rounding, and serves where that one is not in the
-way: a single CUDA device and plain weights. Everything in it depends on shapes and on tensors that
-stay where they are, so that a CUDA graph can hold it.
+weights. It computes what the stock one does up to rounding, for a single CUDA device and plain
+weights. Everything in it depends on shapes and on tensors at fixed addresses, so that a CUDA graph
+can hold it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LayerStates = KeyValues | DeltaStates  # what a layer keeps of the texts
 class PackedOutput(NamedTuple):
     """One forward.
 
-    states: [N, H] behind the final norm, what the output head takes.
+    states: [N, H] after the final norm, what the output head takes.
     hidden_states: [N, len(layers) * H] as asked for; None if nothing was.
     """
 
@@ -101,7 +101,7 @@ class LayerNorms(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A layer and what stands around it. outer: the norm behind it."""
+    """A layer and its norms. outer: the norm after it."""
 
     layer: Layer
     rotation: Rotation
@@ -188,7 +188,7 @@ class PackedDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
     ) -> tuple[Tensor, list[Tensor]]:
-        """What is behind the last norm, and before each block and behind them all."""
+        """The states after the last norm; and those before each block, and after the last one."""
         residual: Tensor = self._embed(token_ids)
         normed, inputs = rms_norm(residual, *self._first), []
         for (layer, rotation, norms, outer), kept in zip(blocks, memory, strict=True):
@@ -242,7 +242,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def has_static_rope(config: Any) -> bool:
-    """Whether texts of any length are rotated alike, in all layers."""
+    """Whether texts of any length have the same rotation, in all layers."""
     return all(one.get("rope_type", "default") in STATIC_ROPE for one in _ropes(config))
 
 

@@ -134,7 +134,7 @@ class GraphPool:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See ``CaptureWindow``."""
+        """Tokens of the forwards that have graphs, ascending; see ``CaptureWindow``."""
         return self._window.sizes
 
     @property
@@ -197,7 +197,7 @@ class GraphPool:
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
 
-        It is at the same place after each run, so that another pool's graphs may read it there.
+        It has the same address after each run, so that another pool's graphs may read it there.
         """
         return self._outputs.get(tensor.data_ptr())
 
@@ -213,14 +213,14 @@ class GraphPool:
 
         key: says all that ``body`` depends on besides the inputs' values: their shapes too, and
             where those of ``fixed`` lie. None: so much work that a graph would not pay, which runs
-            launch by launch, and leaves ``overlapped`` to be done later.
+            launch by launch, and leaves ``overlapped`` to be called later.
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
         fixed: tensors on the device that are read where they lie, without a copy.
         body: must not wait for the device. It may change its inputs in place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
-        overlapped: what a device that runs, or is launched here, waits for this thread to do. It is
-            done once, overlapped the launch, and before a capture.
+        overlapped: work of this thread for which a device waits that runs, or is launched here. It
+            is called once, overlapped with the launch, and before a capture.
 
         Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
         graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
@@ -247,7 +247,7 @@ class GraphPool:
         if overlapped is None:
             graph.replay()
             return
-        # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
+        # The driver takes a microsecond for each kernel: meanwhile this thread serves the device.
         stream = torch.cuda.current_stream(self.device)
         launched = _launcher().submit(_launch, graph, stream)
         try:
@@ -303,7 +303,7 @@ def upload(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
+    """``tensor`` padded with zeros at the end of every dimension, up to ``shape``."""
     if tensor.shape == torch.Size(shape):
         return tensor
     padding = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
@@ -311,14 +311,14 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:
-    """``tensor`` with zeros behind its last row, up to ``size`` rows."""
+    """``tensor`` padded with zeros after its last row, up to ``size`` rows."""
     return pad_to(tensor, (size, *tensor.shape[1:]))
 
 
 def pack_index(rows: Sequence[Sequence[int]], size: int) -> Tensor:
-    """int64 [len(rows), size] on the host; unused places behind the rows' own.
+    """int64 [len(rows), size] on the host; unused entries after the rows' own.
 
-    rows: of B integers each, the slots before all others: -1 is what marks an unused place.
+    rows: of B integers each, the slots before all others: -1 is what marks an unused entry.
 
     Not pinned: so few bytes are staged by the driver, which costs less than pinned memory does.
     """

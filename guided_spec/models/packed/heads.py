@@ -1,7 +1,7 @@
 """The forwards of draft heads in few kernels, see ``packed.decoder``: EAGLE-3, MTP, and blocks.
 
-A block's own keys and values stand behind the text in its slot, as those of any draft do: nothing
-moves on, and the next read overwrites them. So one attention sees the text and the block.
+A block's own keys and values are stored after the text in its slot, as those of any draft: the
+text keeps its length, and the next read overwrites them. One attention sees the text and the block.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PackedEagle3:
     def forward(
         self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """See ``PackedHead``."""
+        """int64 [N] and [N, H] to the recycled [N, H]; see ``PackedHead``."""
         first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
         embedded = self.head.embed(token_ids).to(hidden.dtype)
         embedded = rms_norm(embedded, first.input_layernorm.weight, self._eps)
@@ -74,7 +74,7 @@ class PackedEagle3:
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``PackedHead``."""
+        """[..., H] to logits [..., D]; see ``PackedHead``."""
         head = self.head
         normed = hidden if head.norm_output else rms_norm(hidden, head.norm.weight, self._eps)
         return head.score(normed)
@@ -129,7 +129,7 @@ class PackedMtp:
     def forward(
         self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """See ``PackedHead``."""
+        """int64 [N] and [N, H] to the recycled [N, H]; see ``PackedHead``."""
         embedded = rms_norm(self.head.embed(token_ids).to(hidden.dtype), *self._embedded)
         states = product(self.head.fc, torch.cat([embedded, rms_norm(hidden, *self._given)], -1))
         change = self._layer.attend(
@@ -141,7 +141,7 @@ class PackedMtp:
         return add_rms_norm(change, states, *self._last)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``PackedHead``."""
+        """[..., H] to logits [..., D]; see ``PackedHead``."""
         return self.head.logits(hidden)
 
 
@@ -161,7 +161,7 @@ class PackedBlock:
             PackedLayer(layer.self_attn, layer.mlp, layer.sight.window) for layer in stock
         ]
         self._keys_values = _keys_values(packed, self._layers)
-        # Norm i stands before layer i, the last one behind all layers.
+        # Norm i comes before layer i, the last one after all layers.
         self._norms = [*(Norm.of(layer.input_layernorm) for layer in stock), Norm.of(head.norm)]
         self._inner_norms = [Norm.of(layer.post_attention_layernorm) for layer in stock]
         self._hidden_norm = Norm.of(head.hidden_norm)
@@ -214,12 +214,12 @@ class PackedBlock:
         return normed.view(rows, count, -1)[:, count - width :]
 
     def positions_for(self, width: int) -> int:
-        """Places of a block that drafts ``width`` tokens."""
+        """Positions of a block that drafts ``width`` tokens."""
         return width + (not self.head.layout.from_anchor)
 
 
 def index_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -> SlotIndex:
-    """``count`` places of each of R slots from ``starts`` on; int64 [R] each, on the device.
+    """``count`` positions of each of R slots from ``starts`` on; int64 [R] each, on the device.
 
     slots: -1 for an unused row. tables: that the slots go by.
     """
@@ -233,7 +233,7 @@ def index_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -
 
 
 def _seen_from_the_end(index: SlotIndex, count: int) -> SlotIndex:
-    """One token a row, at the last of its ``count`` places: it sees the text and the block."""
+    """One token a row, at the last of its ``count`` positions: it sees the text and the block."""
     slots, starts, _ = index.rows.unbind(0)
     ends = torch.arange(1, len(slots) + 1, device=slots.device)
     rows = torch.stack([slots, starts + (count - 1), ends])
@@ -269,7 +269,7 @@ def _is_served(head: BlockHead) -> bool:
     if not (has_static_rope(head.config) and has_whole_rope(head.config)):
         return False
     layers: list[Any] = list(head.layers)
-    # A place that sees those behind it would have a window to both sides.
+    # A position that sees those after it would have a window to both sides.
     if any(layer.sight.window and not layer.sight.is_causal for layer in layers):
         return False
     # Layers read a text by one product of them all, which has no form in fp8.

@@ -65,7 +65,7 @@ SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSN
 
 
 class Norm(NamedTuple):
-    """The arguments of ``rms_norm`` behind the states: weight [H], and what it takes besides."""
+    """The arguments of ``rms_norm`` after the states: weight [H], and what else it takes."""
 
     weight: Tensor
     eps: float
@@ -149,7 +149,7 @@ class PackedLayer:
     ) -> None:
         """Keep what the layer's key and value projections made of tokens.
 
-        packed: [N, 2 * Hkv * D], keys before values, contiguous, changed in place.
+        packed: [N, 2 * Hkv * D], keys before values, contiguous, modified.
         """
         shape = self.shape._replace(queries=0)
         rotate_and_store(packed, rotation, shape, self._norms, memory, index)
@@ -169,7 +169,7 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     """The rotary embeddings of positions 0 to ``length`` - 1.
 
     rotary: transformers' module. like: any tensor of the model's dtype and device.
-    kind: of layer, for modules that turn each kind in a way of its own.
+    kind: of layer, for modules with a rotation of its own for each kind.
     """
     positions = torch.arange(length, device=like.device).unsqueeze(0)
     if hasattr(rotary, "mrope_section"):  # time, height and width: the same for text
@@ -230,7 +230,7 @@ class PackedExperts:
     """The router and the experts of a stock layer; block: for which ``fits``.
 
     Where there are fewer pairs of a token and an expert than experts, or in fp8 than four times as
-    many, each pair is a product of its own; behind that the stock module takes torch's grouped
+    many, each pair is a product of its own; above that the stock module takes torch's grouped
     product.
 
     An expert that all tokens take is one more of theirs, which lies elsewhere; its gate joins the
@@ -319,7 +319,7 @@ def _projection(experts: Any, name: str) -> Projection:
 def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection | None:
     """The projection and the matrix of the expert that all tokens take; None if it is another kind.
 
-    linears: which give the matrix, one behind the other.
+    linears: whose concatenation is the matrix.
     """
     if not (all(map(is_plain, linears)) and can_be_joined(linears)):
         return None
@@ -336,7 +336,7 @@ def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection |
 
 
 def _is_replaced(experts: Any) -> bool:
-    """Who asked for another way to run them has a reason."""
+    """Whether the configured implementation of the experts is one that may be replaced."""
     return experts.config.get_text_config(decoder=True)._experts_implementation in REPLACED
 
 
@@ -422,7 +422,7 @@ def _groups(linears: Sequence[Any]) -> list[list[Any]]:
 
 
 def _columns(shape: DeltaShape, device: torch.device, *, is_whole: bool) -> DeltaColumns:
-    """is_whole: each key head has its query, key, values and gates behind one another."""
+    """is_whole: each key head has its query, key, values and gates next to one another."""
     each = shape.values // shape.keys
     width, value_width = shape.keys * shape.key_size, shape.values * shape.value_size
     total = 2 * (width + value_width)

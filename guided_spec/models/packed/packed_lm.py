@@ -28,7 +28,7 @@ from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions,
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 
-# Groups of texts that begin alike, in a forward of so many tokens that reads such beginnings once.
+# Groups of texts that share a prefix, in a forward of so many tokens that reads prefixes once.
 # Where fewer positions of a layer are saved, launches for it take longer than reading them again.
 MOST_GROUPS = 8
 SHARED_FROM = 8
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return np.arange(sum(self.counts)) - self.spread(ends - self.counts)
 
     def padded(self, width: int) -> NDArray[np.int64]:
-        """[B, width]: where each token of such rows is in the line, any behind a row's end."""
+        """[B, width]: where each token of such rows is in the line, any value after a row's end."""
         counts = np.array(self.counts, dtype=np.int64)
         first = np.cumsum(counts) - counts
         steps = np.minimum(np.arange(width), np.maximum(counts - 1, 0)[:, None])
@@ -71,9 +71,9 @@ class Rows(NamedTuple):
         return found
 
     def packed_index(self, size: int, num_rows: int) -> NDArray[np.int64]:
-        """``SlotIndex.tokens`` and ``rows`` behind one another, [2 * size + 3 * num_rows].
+        """``SlotIndex.tokens`` and ``rows``, concatenated, [2 * size + 3 * num_rows].
 
-        size, num_rows: of the graph; what is behind the tokens and rows of these is unused.
+        size, num_rows: of the graph; entries after the tokens and rows of these are unused.
         """
         counts = np.array(self.counts, dtype=np.int64)
         total, batch = int(counts.sum()), len(counts)
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
         return index
 
     def shared_prefixes(self, tables: Tables) -> tuple[SharedPrefix, ...]:
-        """Groups of slots whose rows all stand behind what the slots have in common; if it pays."""
+        """Groups of slots whose rows all start after the slots' shared prefix; if it pays."""
         starts: dict[int, int] = {}
         for slot, start, count in zip(*self, strict=True):
             if slot >= 0 and count > 0:
@@ -102,7 +102,7 @@ class Rows(NamedTuple):
         return tuple(groups) if is_worth_it else ()
 
     def shared(self, size: int, groups: Sequence[SharedPrefix]) -> NDArray[np.int64]:
-        """``SharedPositions`` with capacity for ``size`` tokens and ``MOST_GROUPS`` groups, flat."""
+        """``SharedPositions`` for ``size`` tokens and ``MOST_GROUPS`` groups at most, flat."""
         of_slot = {slot: at for at, group in enumerate(groups) for slot in group.slots}
         of_token = np.full(size, len(groups))
         of_row = np.array([of_slot.get(slot, len(groups)) for slot in self.slots], dtype=np.int64)
@@ -116,7 +116,7 @@ class Rows(NamedTuple):
         return np.concatenate([order, np.argsort(order), described.flatten()])
 
     def fit(self, max_length: int) -> bool:
-        """Whether no token is behind the positions of a slot."""
+        """Whether no token is beyond the positions of a slot."""
         pairs = zip(self.starts, self.counts, strict=True)
         return all(start + count <= max_length for start, count in pairs)
 
@@ -135,16 +135,16 @@ class Rows(NamedTuple):
 
 
 def split_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """``SlotIndex.tokens`` and ``rows`` out of what ``Rows.packed_index`` made for ``size`` tokens."""
+    """``SlotIndex.tokens`` and ``rows`` of a ``Rows.packed_index`` of ``size`` tokens."""
     tokens, rows = index.split([2 * size, len(index) - 2 * size])
     return tokens.view(2, size), rows.view(3, -1)
 
 
 class LineShape(NamedTuple):
-    """What a forward of so many tokens has capacity for; one of few, as kernels are compiled for each.
+    """The capacity of a forward; one of few, since kernels are compiled for each.
 
     size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotIndex``.
-    num_groups: of texts that begin alike.
+    num_groups: of texts that share a prefix.
     """
 
     size: int
@@ -164,8 +164,8 @@ class LineShape(NamedTuple):
     ) -> LineShape:
         """For ``total`` tokens in ``batch`` rows, and so many groups.
 
-        capacity: the slots there are, and about how many tokens a row of a draft has. Where there are
-        more tokens than all drafts have, most of them are of prompts, whose rows are long.
+        capacity: the number of slots, and about how many tokens a row of a draft has. Where there
+        are more tokens than all drafts have, most of them are of prompts, whose rows are long.
         sizes: of the graphs.
         """
         num_slots, width = capacity
@@ -177,7 +177,7 @@ class LineShape(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether it is computed in the way of long rows, which must fit their slots."""
+        """Whether it is computed as long rows are, which must fit their slots."""
         return self.width >= LEAST_WIDTH
 
 
@@ -233,7 +233,7 @@ class PackedLM:
         """Feed tokens int64 [N], those of ``rows`` in turn; nothing waits for the device.
 
         token_ids: on the device or the host. layers: as of ``CausalLM.forward``. overlapped: as of
-        ``GraphPool.run``; without a graph it is left to be done later.
+        ``GraphPool.run``; without a graph it is left to be called later.
 
         Raises ModelError where no blocks are free for the rows.
         """
@@ -312,7 +312,7 @@ class PackedLM:
                 yield
 
     def forward_seconds(self, layers: tuple[int, ...]) -> dict[int, float]:
-        """See ``CausalLM.forward_seconds``: of some sizes, small ones being nearly alike."""
+        """Seconds by tokens, see ``CausalLM.forward_seconds``; small sizes are nearly equal."""
         if self._graphs is None:
             return {}
         timed = [size for size in self._graphs.sizes if size > FEW or size.bit_count() == 1]

@@ -34,8 +34,8 @@ from guided_spec.ops.host import host_integers, to_device
 
 
 class HeadLine(NamedTuple):
-    """Positions of texts, one behind another. rows: where they go. cuts: of which of the texts each
-    row is, and of which of its new positions."""
+    """Positions of texts, concatenated. rows: where they go. cuts: of which of the texts each row
+    is, and of which of its new positions."""
 
     rows: Rows
     cuts: Sequence[tuple[int, slice]]
@@ -49,7 +49,7 @@ class ReadAhead(NamedTuple):
     """Verified tokens of R texts of which the host does not know yet how many there are.
 
     token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R], in
-    [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at most.
+    [0, T), where each row ends; anything may follow. counts: [R] tokens of each row at most.
     """
 
     slots: Sequence[int]
@@ -155,7 +155,7 @@ class HeadSlots:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         length, count = self._lengths[source], len(destinations)
         Rows(destinations, [0] * count, [length] * count).grow(self.blocks)
         for slot in destinations:
@@ -168,7 +168,7 @@ class HeadSlots:
         return max(length + count for length, count in pairs) <= self.max_length
 
     def lines(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[HeadLine]:
-        """``counts`` new positions in lines of ``piece`` at most; each is committed behind it."""
+        """``counts`` new positions in lines of at most ``piece``, each committed afterwards."""
         done = [0] * len(slots)
         while any(have < count for have, count in zip(done, counts, strict=True)):
             left, cuts = self._piece, list[tuple[int, slice]]()
@@ -241,7 +241,7 @@ class PackedSlotHead:
         self._whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
         width = packed.head.hidden_size
-        # The last row is for the unused places of a graph, whose slot is -1.
+        # The last row is for the unused entries of a graph, whose slot is -1.
         self._hidden = torch.zeros(limits.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
@@ -249,7 +249,7 @@ class PackedSlotHead:
         self._scored: tuple[tuple[int, ...], Tensor] | None = None
 
     def depth(self, slot: int) -> int:
-        """Draft tokens behind the verified ones."""
+        """Draft tokens after the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -291,23 +291,23 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         self.slots.copy_slot(source, destinations)
         self._hidden[self._index(destinations)] = self._hidden[source].clone()
         self._scored = None
         self._begin_draft(destinations)
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadRunner``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     def commit(self, slot: int, count: int) -> None:
-        """See ``AheadRunner``."""
+        """The slot holds ``count`` of the tokens that were read ahead; see ``AheadRunner``."""
         self.slots.commit(slot, count)
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``AheadRunner``."""
+        """Read tokens that the host does not know yet; see ``AheadRunner``."""
         rows, count = new.rows(self.slots), len(new.counts)
         begins = np.cumsum(new.counts) - np.array(new.counts)
         placed = np.concatenate([rows.token_index(new.token_ids.shape[1]), begins])
@@ -339,7 +339,7 @@ class PackedSlotHead:
 
     def masked(self, slots: Tensor, token_ids: Tensor, hidden: Tensor, index: SlotIndex) -> Tensor:
         """As of ``SlotHead.masked``, for a graph. slots: int64 [R] on the device, -1 for an unused
-        row. places: of the R rows of T tokens."""
+        row. index: of the R rows of T tokens."""
         first = self._hidden[slots].unsqueeze(1)
         if token_ids.shape[1] == 0:
             return first
@@ -353,13 +353,13 @@ class PackedSlotHead:
         return True
 
     def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
-        """See ``DraftForward``."""
+        """[R]: where a draft begins in each slot; see ``DraftForward``."""
         del count
         self.slots.blocks.upload()  # the slots may have grown since anything was read
         return self._ends(slots)
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
-        """See ``DraftForward``."""
+        """Draft ``count`` tokens that ``pick`` picks, inside the graph; see ``DraftForward``."""
         slots, starts, _ = inputs["index"].unbind(0)
         hidden = self._hidden[slots]
         for depth in range(count):
@@ -369,13 +369,13 @@ class PackedSlotHead:
         self._hidden[slots] = hidden
 
     def end_draft(self, slots: Sequence[int], count: int) -> None:
-        """See ``DraftForward``."""
+        """Append all but the last token to the slots' drafts; see ``DraftForward``."""
         self._scored = None
         for slot in slots:
             self._depths[slot] += count - 1
 
     def whole(self, longest: int) -> WholeDrafts:
-        """See ``AheadRunner``."""
+        """Makes drafts of any length by one graph; see ``AheadRunner``."""
         del longest
         return self._whole
 

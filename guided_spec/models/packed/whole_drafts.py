@@ -53,7 +53,7 @@ class Picker(Protocol):
         ...
 
     def found(self, picked: list[Tensor]) -> Tensor | None:
-        """What of the tokens, [R] each, the graph leaves to whoever runs it."""
+        """What of the tokens, [R] each, the graph returns to its caller."""
         ...
 
 
@@ -93,7 +93,7 @@ class DraftForward(Protocol):
         ...
 
     def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
-        """Before a draft of ``count`` tokens: where it begins, [R]; the slots have room for it."""
+        """Before a draft of ``count`` tokens: where it begins, [R]; the slots then can hold it."""
         ...
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
@@ -130,10 +130,10 @@ class WholeDrafts:
     def draft_greedily(
         self, slots: Sequence[int], count: int, prefix: Tensor | None = None
     ) -> Tensor:
-        """int64 [R, count] target ids, each the best behind the ones before.
+        """int64 [R, count] target ids, each the best after the ones before.
 
-        prefix: int64 [R, G], G at most ``count``: tokens that each row begins with, -1 behind them.
-            What the result holds at their positions is undefined.
+        prefix: int64 [R, G], G at most ``count``: tokens that each row begins with, then -1.
+            The result is undefined at their positions.
 
         On CUDA the next such draft overwrites the result.
         """
@@ -151,7 +151,7 @@ class WholeDrafts:
     ) -> None:
         """Draft ``count`` tokens that ``picker`` picks, or as many as ``length`` says.
 
-        prefix: as of ``draft_greedily``. overlapped: what the picker waits for while it is launched.
+        prefix: as of ``draft_greedily``. overlapped: as of ``GraphPool.run``.
         """
         self._run(picker, slots, count, prefix, overlapped)
 
@@ -165,7 +165,7 @@ class WholeDrafts:
 
     @torch.inference_mode()
     def capture_by(self, picker: Picker, count: int, num_prefix: int, size: int) -> None:
-        """Capture the graph of ``draft_by`` for ``size`` rows, ``num_prefix`` tokens among ``count``.
+        """Capture the graph of ``draft_by`` for ``size`` rows; prefixes have ``num_prefix`` tokens.
 
         Where it would be too large, only its kernels are made ready.
         """
@@ -216,5 +216,5 @@ class WholeDrafts:
 
 
 def _still(size: int) -> Tensor:
-    """Places of rows that nobody uses."""
+    """The index of ``size`` unused rows."""
     return pack_index([[], [], []], size)

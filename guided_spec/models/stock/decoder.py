@@ -40,7 +40,7 @@ from guided_spec.ops.delta_rule import DeltaStates
 
 SLOT_ATTENTION = "guided_spec_slots"
 
-# What an attention function may be given that changes its result, and what to call it.
+# Arguments of an attention function that change its result, and what to call them.
 REFUSED = {
     "softcap": "a cap on the scores (softcap)",
     "position_bias": "a position bias",
@@ -49,7 +49,7 @@ REFUSED = {
 
 
 class Attended(NamedTuple):
-    """What the forward in flight attends to: one pair of buffers for each layer."""
+    """What the current forward attends to: one pair of buffers for each layer."""
 
     buffers: Sequence[KeyValues]
     slot_index: SlotIndex
@@ -67,7 +67,7 @@ def attending(buffers: Sequence[KeyValues], index: SlotIndex) -> Iterator[None]:
     """Say what forwards with slot attention attend to, in this thread, while it is open.
 
     buffers: of layer i at index i, [num_blocks, Hkv, block, D] each; the forward writes to them.
-    index: where its tokens belong, which are in one line: the model is given a batch of one.
+    index: where its tokens belong. They are one flat sequence: the model gets a batch of one.
     """
     before = _current.attended
     _current.attended = Attended(buffers, index)
@@ -154,7 +154,7 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
         return passed
     raise ModelError(
         f"model_type={_model_type(module)!r}: layer {layer} is of type {types[layer]!r} and passes "
-        "no window to its attention function, so attention over slots cannot follow it"
+        "no window to its attention function, so attention over slots cannot apply it"
     )
 
 
@@ -186,9 +186,9 @@ class StockDecoder:
     def of(cls, model: PreTrainedModel, max_length: int) -> StockDecoder | None:
         """For ``model`` and texts of so many tokens; None where it has no such form.
 
-        That is by its kind, or because what is behind its output head does more. Whether the form
-        then is right, ``SlotTrial`` has to find out. Raises IndexError where the model has no
-        position for so long a text.
+        That is by its kind, or because it computes more after its output head. ``SlotTrial`` then
+        tests whether the form is right. Raises IndexError where the model has no position for so
+        long a text.
         """
         if not _may_be_served(model):
             return None
@@ -199,7 +199,7 @@ class StockDecoder:
         last = torch.full_like(ids, max_length - 1)
         with CheckedEmbeddings():
             decoder._decoder(input_ids=ids, position_ids=last, use_cache=False)
-        # By itself, and exactly: half precision would hide what a model does behind its head.
+        # By itself, and exactly: half precision would hide what a model does after its head.
         return decoder if torch.equal(decoder.logits(states), expected) else None
 
     def forward(
@@ -209,7 +209,7 @@ class StockDecoder:
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
-        """See ``PackedDecoder.forward``."""
+        """The states and hidden states of N tokens, see ``PackedDecoder.forward``."""
         positions = index.positions.clamp_max(index.max_length - 1)
         kept = [one for one in memory if isinstance(one, KeyValues)]
         with (
@@ -234,7 +234,7 @@ class StockDecoder:
         return []
 
     def logits(self, states: Tensor) -> Tensor:
-        """See ``PackedDecoder.logits``."""
+        """States [..., H] to the logits [..., V]; see ``PackedDecoder.logits``."""
         scores: Tensor = self._head(states)
         return scores
 

@@ -530,7 +530,7 @@ class SlotIndexedLayer(SlotLayer):
         return plan.read(self.indexer_keys).squeeze(1)
 
     def buffers(self) -> list[Tensor]:
-        """See ``SlotLayer.buffers``."""
+        """Keys, values and, where there is an indexer, its keys; see ``SlotLayer.buffers``."""
         indexer = [] if self.indexer_keys is None else [self.indexer_keys]
         return super().buffers() + indexer
 

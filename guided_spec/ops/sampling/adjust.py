@@ -344,8 +344,8 @@ class Adjustments:
         """Scores [U, R, V] without the tokens that complete a ban's prefix; rows: int64 [U, R]."""
         depth = self.tails.shape[1]
         texts = torch.cat([self.tails, drafted], 1)
-        places = rows.unsqueeze(-1) + torch.arange(depth, device=rows.device)
-        windows = texts.gather(1, places.flatten(1)).view(places.shape)  # [U, R, P]
+        steps = rows.unsqueeze(-1) + torch.arange(depth, device=rows.device)
+        windows = texts.gather(1, steps.flatten(1)).view(steps.shape)  # [U, R, P]
         prefixes = bans.prefixes.unsqueeze(1)
         applies = ((windows[bans.owners] == prefixes) | (prefixes == ANY)).all(-1)
         lengths = self.num_output.unsqueeze(1) + rows

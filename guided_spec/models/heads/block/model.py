@@ -68,8 +68,8 @@ class _Conv(nn.Module):
         shape = (*x.shape[:2], 2, self._taps, self._groups)
         moved = self.kernel_projection(x).view(shape)
         kernels = self.base_kernel + moved.repeat_interleave(x.shape[2] // self._groups, -1)
-        before, behind = kernels.unbind(2)  # [R, T, taps, H]
-        return _mix(part(_mix(x, before)), behind)
+        before, after = kernels.unbind(2)  # [R, T, taps, H]
+        return _mix(part(_mix(x, before)), after)
 
 
 def _mix(x: Tensor, kernel: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def _grouped_attention(
 Context = Callable[[_Layer], KeyValues]
 
 
-class BlockPlaces(NamedTuple):
+class BlockIndex(NamedTuple):
     """Where T positions of blocks are in each of R texts. position, start: int64 [R, T], their own
     and that of their block's first. block: int64 [T], which of them make a block."""
 
@@ -179,7 +179,7 @@ class BlockPlaces(NamedTuple):
     block: Tensor
 
     @classmethod
-    def of(cls, starts: Tensor, count: int) -> BlockPlaces:
+    def of(cls, starts: Tensor, count: int) -> BlockIndex:
         """Blocks of ``count`` positions from ``starts`` int64 [R, A] on; T = A * count."""
         steps = torch.arange(count, device=starts.device)
         position = (starts.unsqueeze(2) + steps).flatten(1)
@@ -272,8 +272,8 @@ class BlockHead(LayoutHead):
         then. Only for a head without convolutions, which would mix the blocks.
         """
         features = self.features(states)
-        places = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        rotation = self._rotation(features, places)
+        positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
+        rotation = self._rotation(features, positions)
 
         def made(layer: _Layer) -> KeyValues:
             found = layer.keys_values(features, rotation)
@@ -295,13 +295,13 @@ class BlockHead(LayoutHead):
         masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
         x = self.embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
-        places = BlockPlaces.of(starts, count)
-        rotation = self._rotation(x, places.position)
+        index = BlockIndex.of(starts, count)
+        rotation = self._rotation(x, index.position)
         layers: list[Any] = list(self.layers)
         visible: dict[Sight, Tensor] = {}
         for layer in layers:
             if layer.sight not in visible:
-                visible[layer.sight] = places.visible(layer.sight, length)
+                visible[layer.sight] = index.visible(layer.sight, length)
             run = layer_run(layer, recompute=recompute)
             x = run(x, rotation, context, visible[layer.sight])
         blocks = x.unflatten(1, (last.shape[1], count))

@@ -191,12 +191,12 @@ class BlockRunner:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         self._reader.copy_slot(source, destinations)
         self._begin_drafts(destinations, self._index(destinations), self._trail[source, 0])
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadRunner``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self._ahead is not None and self._ahead.can_read_ahead(slots, counts)
 
     @torch.inference_mode()
@@ -208,7 +208,7 @@ class BlockRunner:
         self._begin_drafts(new.slots, self._index(new.slots), ends.clamp_min(0))
 
     def commit(self, slot: int, count: int) -> None:
-        """See ``AheadRunner``."""
+        """The slot holds ``count`` of the tokens that were read ahead; see ``AheadRunner``."""
         assert self._ahead is not None
         self._ahead.commit(slot, count)
 
@@ -217,7 +217,7 @@ class BlockRunner:
         return self._whole if 0 < longest <= self.width else None
 
     def capture(self, longest: int) -> Iterator[None]:
-        """See ``AheadRunner``."""
+        """Capture the graphs for drafts of ``longest`` tokens, one at each ``next``."""
         if self._ahead is not None:
             yield from self._ahead.capture(self.width)
         whole = self.whole(longest)
@@ -226,12 +226,12 @@ class BlockRunner:
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """See ``DraftForward``."""
+        """What the logits score; None: the target's own tokens. See ``DraftForward``."""
         assert self._ahead is not None
         return self._ahead.vocabulary
 
     def has_graph(self, size: int, count: int) -> bool:
-        """See ``DraftForward``."""
+        """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
         assert self._ahead is not None
         return _has_graph(self._ahead.graphs, size, count)
 
@@ -260,15 +260,15 @@ class BlockRunner:
         self._draft_missing(slots)
         depths = [self._depths[slot] for slot in slots]
         most = max(self.width - 1, 0)
-        slot, place = to_device([[*slots], [min(depth, most) for depth in depths]], self._device)
-        outputs = self._outputs[slot, place]
+        slot, step = to_device([[*slots], [min(depth, most) for depth in depths]], self._device)
+        outputs = self._outputs[slot, step]
         scores = self._reader.logits(outputs)
         if (transition := self._reader.transition) is not None:
-            scores = transition.step(scores, outputs, self._trail[slot, place])
+            scores = transition.step(scores, outputs, self._trail[slot, step])
         if max(depths) >= self.width:
-            is_behind = torch.tensor([depth >= self.width for depth in depths])
-            is_behind = is_behind.to(self._device, non_blocking=True)
-            scores = scores.masked_fill(is_behind.unsqueeze(1), -torch.inf)
+            is_beyond = torch.tensor([depth >= self.width for depth in depths])
+            is_beyond = is_beyond.to(self._device, non_blocking=True)
+            scores = scores.masked_fill(is_beyond.unsqueeze(1), -torch.inf)
         return scores
 
     def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
@@ -321,17 +321,17 @@ class ContextReader:
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """See ``HeadRunner``."""
+        """Read verified tokens by their hidden states; see ``HeadRunner``."""
         del tokens
         for line in self.slots.lines(slots, [len(row) for row in states]):
             self._read_line(line, line.of(states))
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self.head.logits(outputs)
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """See ``BlockReader``."""
+        """The outputs [R, width, H] of the positions after ``last``; see ``BlockReader``."""
         blocks, lengths = self.slots.blocks, self.slots.lengths(slots)
         blocks.upload()
         index, length = to_device([[*slots], lengths], self._device)
@@ -394,7 +394,7 @@ class MaskedReader:
         self.copy_slot = self._slots.copy_slot
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self.head.logits(outputs)
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
@@ -475,43 +475,43 @@ class PackedContextReader:
         self.draft = self._drafts.draft
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadReader``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     @torch.inference_mode()
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """See ``HeadRunner``."""
+        """Read verified tokens by their hidden states; see ``HeadRunner``."""
         del tokens
         for line in self.slots.lines(slots, [len(row) for row in states]):
             self._read_rows(line.rows, line.of(states))
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``PackedSlotHead``."""
+        """Read tokens that the host does not know yet; see ``AheadRunner``."""
         rows = new.rows(self.slots)
         index = to_device(rows.token_index(new.token_ids.shape[1]), self._device)
         self._read_rows(rows, new.states.flatten(0, 1)[index])
 
     @property
     def ahead(self) -> AheadReader:
-        """Itself."""
+        """The reader itself: its forwards are graphs."""
         return self
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
-        """See ``AheadReader``."""
+        """The outputs [R, width, H] of the positions after ``last``; see ``AheadReader``."""
         count = self._packed.positions_for(width)
         index = index_of_blocks(slots, starts, count, self.slots.blocks)
         return self._packed.draft(last, width, index, self.slots.memory)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self._packed.head.logits(outputs)
 
     @torch.inference_mode()
     def capture(self, width: int) -> Iterator[None]:
-        """See ``AheadReader``."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         columns = self._packed.head.fc.in_features
         for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
             inputs = {
@@ -524,7 +524,7 @@ class PackedContextReader:
         yield from self._drafts.capture(width)
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """See ``AheadReader``."""
+        """[R]: the positions of the texts' last tokens; see ``AheadReader``."""
         return self.slots.starts(slots, self._packed.positions_for(width))
 
     def _read_rows(self, rows: Rows, states: Tensor) -> None:
@@ -567,7 +567,7 @@ class PackedMaskedReader:
 
     @property
     def ahead(self) -> AheadReader:
-        """Itself."""
+        """The reader itself: its forwards are graphs."""
         return self
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
@@ -580,14 +580,14 @@ class PackedMaskedReader:
         return self.slots.masked(slots, token_ids, hidden, index)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self._head.logits(outputs)
 
     def capture(self, width: int) -> Iterator[None]:
-        """See ``AheadReader``."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         yield from self.slots.capture_reads()
         yield from self._drafts.capture(width)
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """See ``AheadReader``."""
+        """[R]: the positions of the texts' last tokens; see ``AheadReader``."""
         return self.slots.slots.starts(slots, width - 1)

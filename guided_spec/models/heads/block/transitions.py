@@ -72,7 +72,7 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(hidden_size + shape.rank, shape.rank)
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """See ``Transition``."""
+        """Logits [R, D] to float32 [R, D] after ``previous``; see ``Transition``."""
         return logits.float() + self.bias(hidden, self.markov_w1(previous))
 
     def bias(self, hidden: Tensor, embedded: Tensor) -> Tensor:
