@@ -91,7 +91,7 @@ class DecodeBatch:
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
-    logprobs: who wants log-probabilities, and which; None when nobody does.
+    logprobs: which requests want log-probabilities, and which ones; None when none does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
     sources: [B] equal where one text may be drafted from the other: their ``GuidedText.source``; ()
         where nobody knows, and texts are kept apart.
@@ -135,7 +135,7 @@ class DecodeBatch:
 
         Coupled drafts share the target's noise; for the rejection sampler the two are independent,
         or its residual would not be. Drafts then have noise of their step alone, whose first
-        position stands in the high word: tokens drawn anew must not be what was refused before.
+        position is in the high word: tokens drawn again must not be what was refused before.
         """
         stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
         if stream is Stream.DRAFT:

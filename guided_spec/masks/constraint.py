@@ -460,7 +460,7 @@ class Constraint:
             self._failure = error
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
-        """Make both matchers anew and bring them to the end of ``token_ids``; returns these."""
+        """Rebuild both matchers and bring them to the end of ``token_ids``; returns these."""
         text = [*self.committed, *token_ids]
         matcher = as_matcher(self.compiled.new_matcher())
         end = self._read(matcher, text)

@@ -240,7 +240,7 @@ class XGrammarBatch:
     """One native loop instead of one of Python's. Used by one thread at a time.
 
     The interpreter is free for other threads until the last row is filled. xgrammar's own threads
-    stay out of it: it starts them anew for every call, and hands out single rows under a lock.
+    are not used: it starts new ones for every call, and takes a lock for each row.
     """
 
     def __init__(self) -> None:
@@ -573,7 +573,7 @@ class MaskRows:
         return depth * self._active + request
 
     def _common(self, depths: Sequence[int | None]) -> int | None:
-        """The one depth asked for, if the rows of all who ask for none are untouched there."""
+        """The one depth asked for, if the rows of requests without one are untouched there."""
         asked = {depth for depth in depths if depth is not None}
         if len(asked) != 1:
             return None

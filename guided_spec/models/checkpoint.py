@@ -69,7 +69,7 @@ class Checkpoint:
         source: a folder, or a hub id such as "org/name". The weights are looked for as
             model.safetensors, its index with shards, pytorch_model.bin, its index with shards.
         revision: branch, tag or commit on the hub; a folder has none.
-        argument: what errors are to call it, as who gave it does.
+        argument: its name in errors, as the caller knows it.
 
         From the hub, only config.json and the index are fetched here; a checkpoint without an
         index is one file, which is fetched whole. Raises ModelError, naming the source, for a

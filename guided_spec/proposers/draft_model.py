@@ -60,7 +60,7 @@ class DraftCache:
         self.lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots' caches start anew with their next requests."""
+        """The slots' caches start empty with their next requests."""
         for slot in slots:
             self.lengths[slot] = 0
         self.model.release(slots)
@@ -158,7 +158,7 @@ class DraftModel(Proposer):
         return self._model.runs_as
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots start anew with their next requests."""
+        """The slots start empty with their next requests."""
         self._cache.release(slots)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
@@ -205,7 +205,7 @@ class Pard(DraftModel):
             kind = self._model.config.model_type
             raise ModelError(
                 f"proposer='pard': expected a draft of attention alone, found {kind}, whose state "
-                "cannot be taken back behind a block; use draft_model"
+                "cannot be taken back after a block; use draft_model"
             )
         self._token = _read_token(self._model.config, self._model.vocab_size)
         self._width = context.config.num_draft_tokens

@@ -40,7 +40,7 @@ class GrammarForced(Proposer):
 
     def __init__(self, context: ProposerContext) -> None:
         if context.argument not in ("", START):
-            fix = f"behind the colon stands nothing, or {START!r}"
+            fix = f"pass nothing after the colon, or {START!r}"
             raise ConfigError("proposer", f"grammar_forced:{context.argument}", fix)
         self._only_starts = context.argument == START
         self._limit = context.config.max_forced_tokens

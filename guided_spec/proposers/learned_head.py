@@ -168,7 +168,7 @@ class LearnedHead(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """Who reads ahead is packed."""
+        """Packed forwards where the head reads ahead, else stock modules."""
         return "stock modules" if self._ahead is None else "packed forwards"
 
     @property
@@ -177,7 +177,7 @@ class LearnedHead(Proposer):
         return self._vocabulary is not None
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots start anew with their next requests."""
+        """The slots start empty with their next requests."""
         self._head.release(slots)
 
     def _open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
@@ -316,7 +316,7 @@ class LearnedHead(Proposer):
         pieces: dict[int, _Piece],
         rests: dict[int, _Piece],
     ) -> list[int]:
-        """Of ``rows`` with one prompt: who holds it after ``pieces``, and who takes it then.
+        """Of ``rows`` with one prompt: the holder after ``pieces``, then those that copy it.
 
         Empty where nobody takes it. Moves to ``rests`` what is read after it.
         """

@@ -89,7 +89,7 @@ class MaskedTurn(NamedTuple):
 
     @property
     def needs_host(self) -> bool:
-        """Whether anybody's mask is filled by the host."""
+        """Whether any request's mask is filled by the host."""
         return self.texts is None or not self.texts.is_alone
 
     def first(self) -> int:

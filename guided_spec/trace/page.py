@@ -172,9 +172,9 @@ LEGEND = (
     ("accepted", "drafted and accepted"),
     ("accepted forced", "forced by the grammar, and accepted"),
     ("rejected", "rejected by the target"),
-    ("replacement", "what the target drew in its place"),
-    ("unused", "drafted behind a rejected token"),
-    ("bonus", "drawn behind a draft that was accepted whole"),
+    ("replacement", "what the target drew instead"),
+    ("unused", "drafted after a rejected token"),
+    ("bonus", "drawn after a draft that was accepted whole"),
 )
 
 
@@ -250,7 +250,7 @@ class StepMarkup(NamedTuple):
             "token": f"{token.text!r}, id {token.id}",
             "output position": str(shown.position),
             "by": "the grammar" if token.source == FORCED else token.source,
-            "outcome": token.outcome + (", behind the end of the text" * shown.is_dropped),
+            "outcome": token.outcome + (", after the end of the text" * shown.is_dropped),
             "draft probability": _percent(token.draft_prob),
             "target probability": _percent(token.target_prob),
             "with temperature, filters": _percent(token.processed_prob),

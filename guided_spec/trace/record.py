@@ -1,4 +1,4 @@
-"""What speculation did, token by token: the record of a text, and who fills it."""
+"""What speculation did, token by token: the record of a text, and the recorder that fills it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class SeenStep(NamedTuple):
     num_requests: int
 
     def author(self, position: int) -> str | None:
-        """Who drafted a token, as far as that is known; None for the proposer as a whole."""
+        """The proposer of a token, as far as that is known; None for the proposer as a whole."""
         if position in self.forced:
             return FORCED
         if position >= self.num_legal:  # illegal: whose turn it was is not written down

@@ -325,9 +325,9 @@ def test_an_unknown_proposer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ngram:foo", "none:mask", "chain:grammar_forced+suffix:mask"])
 def test_a_proposer_that_takes_nothing_behind_its_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+    with pytest.raises(ConfigError, match="takes nothing after the colon: pass"):
         make_llm("llama", name)
-    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+    with pytest.raises(ConfigError, match="takes nothing after the colon: pass"):
         require_proposer(name)
 
 

@@ -78,7 +78,7 @@ def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -
 
 
 def forget_head(source: str | Path, target: PreTrainedModel) -> None:
-    """Read the head in a folder anew when it is asked for next: it was written since."""
+    """Forget the loaded head of a folder that was rewritten: the next use reads it again."""
     heads: dict[tuple[str, str], DraftHead] = vars(target).get("_draft_heads", {})
     folder = Path(source).resolve()
     for key in [key for key in heads if Path(key[1]).resolve() == folder]:

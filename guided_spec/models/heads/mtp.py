@@ -156,7 +156,7 @@ class MtpHead(_TargetModules):
         y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
 
     h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
-    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
+    GLM-4.5, pass on y instead, before the norm. vLLM also zeroes e at position 0; the others do
     not, and it is one key of a text.
     """
 
@@ -210,7 +210,7 @@ def _module_names(checkpoint: Checkpoint, first: int, count: int) -> dict[str, s
             layers = {name.split(".")[2] for name in checkpoint.matching("model.layers.")}
             listed = ", ".join(sorted(layers, key=int)) or "none"
             raise ModelError(
-                f"{checkpoint.source}: expected an MTP module as {prefix}*, behind "
+                f"{checkpoint.source}: expected an MTP module as {prefix}*, after "
                 f"the {first} layers of the target, found layers {listed}; "
                 "pass a checkpoint that was saved with its MTP modules"
             )

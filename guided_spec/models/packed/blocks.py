@@ -299,7 +299,7 @@ class Blocks:
     def _groups(self, slots: frozenset[int]) -> Iterator[SharedPrefix]:
         left = set(slots)
         while True:
-            # Who has a block of another has all before it, too.
+            # A slot that has a block of another one has all before it, too.
             holders: dict[tuple[int, int], list[int]] = {}
             for slot in sorted(left):
                 for at, block in enumerate(self._slots[slot].blocks, start=1):

@@ -99,7 +99,7 @@ class HeadSlots:
     """The memory of a head's layers, and how much of each slot's text it holds.
 
     config: of the head's layers. blocks: the target's, by whose tables the head keeps its own keys
-    and values: who takes a prefix of another text takes both. None: tables of its own.
+    and values: a text that takes a prefix of another one takes both. None: tables of its own.
 
     memory: the layers' blocks.
     """

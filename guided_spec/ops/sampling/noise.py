@@ -89,7 +89,7 @@ def _plain(value: object) -> object:
 
 def _constraint(grammar: GrammarSpec) -> tuple[object, ...]:
     """Its fields in their order. ``replace`` and ``astuple`` took longer than the prompt's tokens:
-    one reads every value anew, the other copies it."""
+    one reads every value again, the other copies it."""
     own: dict[str, object] = {"backend": None, "value_type": None}
     if grammar.start is not None:
         own["start"] = astuple(grammar.start)

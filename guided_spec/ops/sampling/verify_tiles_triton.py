@@ -96,7 +96,7 @@ class Rules(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the kernels hand on. N = B * (K + 1) rows, C chunks of a row.
+    """What the kernels pass to one another. N = B * (K + 1) rows, C chunks of a row.
 
     Rows after a draft's end hold anything.
 

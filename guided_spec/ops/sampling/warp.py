@@ -20,7 +20,7 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.types import Noise, SamplingParams, Verifier
 
-ALIGNED = 16  # numbers: Triton compiles a kernel anew for memory that begins elsewhere
+ALIGNED = 16  # numbers: Triton compiles a kernel again for memory that begins elsewhere
 
 
 @dataclass(frozen=True, slots=True)
