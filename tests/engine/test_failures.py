@@ -332,7 +332,7 @@ def test_a_proposer_that_takes_nothing_behind_its_name(name: str) -> None:
 
 
 def test_forced_text_has_one_place_to_name() -> None:
-    with pytest.raises(ConfigError, match="'grammar_forced:end': .* nothing, or 'start'"):
+    with pytest.raises(ConfigError, match="'grammar_forced:end': .* nothing after the colon, or 'start'"):
         make_llm("llama", "chain:grammar_forced:end+ngram")
 
 

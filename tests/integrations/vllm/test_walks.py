@@ -163,5 +163,5 @@ def test_no_step_compiles_what_loading_has_not(tmp_path: Path) -> None:
     """The first text with a table comes while others are written."""
     pytest.importorskip("triton")
     loaded, served = run_compiling("tests.integrations.vllm.ahead", tmp_path)
-    assert loaded == {"_copy": 2, "_advance": 1, "_follow": 4}
+    assert loaded == {"_copy": 2, "_advance": 1, "_advance_committed": 4}
     assert not any(served.values())
