@@ -32,12 +32,12 @@ class EngineConfig:
 
     num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
     drafting: "auto" drafts as much as writes most tokens a second, down to nothing, but for texts
-        that are sampled under "rejection" by a seed that was given. "always" drafts
+        that are sampled under "rejection" by a seed of the user's. "always" drafts
         ``num_draft_tokens`` in every step.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
-        context, and less (with a warning, 4096 at least) where memory has no room for so much in
+        context, and less (with a warning, 4096 at least) where memory cannot hold so much in
         ``max_batch_size`` slots.
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
@@ -116,7 +116,7 @@ class EngineConfig:
 
     @property
     def longest_draft(self) -> int:
-        """Tokens of a draft at most: forced ones, and those drafted behind them."""
+        """Tokens of a draft at most: forced ones, and those drafted after them."""
         return self.num_draft_tokens + self.max_forced_tokens
 
 

@@ -27,10 +27,10 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, Verifier
 
 
 class PromptPiece(NamedTuple):
-    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already.
+    """Prompt tokens for ``slot``, which come after the ``start`` that it holds already.
 
-    following: the token behind them, which a head reads with the last one's hidden states; None
-    where nobody says.
+    following: the token after them, which a head reads with the last one's hidden states; None
+    where it is not known.
     """
 
     slot: int
@@ -91,7 +91,7 @@ class DecodeBatch:
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
-    logprobs: who wants log-probabilities, and which; None when nobody does.
+    logprobs: which requests want log-probabilities, and which ones; None when none does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
     sources: [B] equal where one text may be drafted from the other: their ``GuidedText.source``; ()
         where nobody knows, and texts are kept apart.
@@ -135,7 +135,7 @@ class DecodeBatch:
 
         Coupled drafts share the target's noise; for the rejection sampler the two are independent,
         or its residual would not be. Drafts then have noise of their step alone, whose first
-        position stands in the high word: tokens drawn anew must not be what was refused before.
+        position is in the high word: tokens drawn again must not be what was refused before.
         """
         stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
         if stream is Stream.DRAFT:
@@ -175,65 +175,65 @@ class DraftInFlight(Protocol):
         ...
 
     @property
-    def is_walked(self) -> bool:
-        """Whether the host knows the tokens already, and has walked them through the grammars."""
+    def is_advanced(self) -> bool:
+        """Whether the host knows the tokens already, and the grammars have accepted them."""
         ...
 
     @property
-    def answer(self) -> Callable[[], None] | None:
-        """What the device waits for the host to do before the draft goes on; None for nothing.
+    def serve_mailbox(self) -> Callable[[], None] | None:
+        """Serves the device while it waits for the host in the draft; None: it does not wait.
 
-        Whoever waits for the device before ``finish`` calls it first: the device goes on after a
+        To be called before waiting for the device before ``finish``: the device goes on after a
         while without it, with a poor draft. It may be called again.
         """
         ...
 
     def finish(self) -> Draft:
-        """Wait for the tokens and walk them; the draft with the same ``token_ids``.
+        """Wait for the tokens and accept them; the draft with the same ``token_ids``.
 
         To be called once, before ``Lookahead.finish``, when the target's forward is launched.
         """
         ...
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        """Launch what the next ``begin`` goes on from; nothing waits for the device.
+        """Launch the state for the next step's ``begin``; nothing waits for the device.
 
-        output: of the verify forward. packed: int64 [B, K + 2] on its
-        way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. None: nothing.
+        output: of the verify forward. packed: int64 [B, K + 2] being copied to the host,
+        ``num_accepted`` and the ``token_ids`` of ``accepted``. Returns None where there is none.
         """
         ...
 
 
-CarryOn = Callable[[Accepted, TargetOutput, Download], object | None]
-"""See ``DraftInFlight.carry``."""
+LaunchCarry = Callable[[Accepted, TargetOutput, Download], object | None]
+"""Launches and returns the state for the next step; see ``DraftInFlight.carry``."""
 
 
 class FinishedDraft(NamedTuple):
-    """A draft that the host knows: nothing of it is in flight.
+    """A draft that the host knows already.
 
-    carry_on: what is carried on; None: nothing is.
+    launch_carry: makes the state for the next step; None: there is none.
     """
 
     draft: Draft
     most: tuple[int, ...]
-    carry_on: CarryOn | None = None
+    launch_carry: LaunchCarry | None = None
 
     @property
-    def is_walked(self) -> bool:
-        """It is."""
+    def is_advanced(self) -> bool:
+        """True: the host knows the tokens."""
         return True
 
     @property
-    def answer(self) -> None:
-        """Nothing."""
+    def serve_mailbox(self) -> None:
+        """None: the device waits for nothing."""
 
     def finish(self) -> Draft:
-        """The draft."""
+        """The draft as it is."""
         return self.draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        """See ``carry_on``."""
-        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
+        """What ``launch_carry`` returns; None where there is none."""
+        return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
 @runtime_checkable
@@ -253,11 +253,11 @@ class Proposer(Protocol):
     ) -> DraftInFlight:
         """Draft up to ``batch.num_draft_tokens`` tokens a request, on ``batch.device``.
 
-        Continues after ``lookahead.drafted`` and tells the lookahead every token it drafts, by
-        ``accept`` or ``extend``, now or in ``finish``; the draft holds its own tokens only.
+        Continues after ``lookahead.drafted`` and reports every token it drafts to the lookahead,
+        by ``accept`` or ``extend``, now or in ``finish``; the draft holds its own tokens only.
 
-        carry: what the draft of the last step carried on; None where there is nothing. The texts
-        may have gone on otherwise, ended, or changed their slots since.
+        carry: what ``carry`` of the last step's draft returned; None where there is nothing. The
+        texts may have gone on otherwise, ended, or changed their slots since.
         """
         ...
 
@@ -292,7 +292,7 @@ class Proposer(Protocol):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it reads ``DecodeBatch.begun``; a text's features then lack what it was told."""
+        """Whether it reads ``DecodeBatch.begun``; a text's features then lack those tokens."""
         return False
 
     @property
@@ -309,10 +309,10 @@ class Proposer(Protocol):
 
     @property
     def ends_chains(self) -> bool:
-        """Whether a chain drafts nothing behind its drafts in the same step.
+        """Whether a chain drafts nothing after its drafts in the same step.
 
-        So the device may make them while the host goes on; otherwise a chain waits for them. Never
-        decided by a batch: what a request drafts would depend on who else is in it.
+        So the device may make them while the host goes on; otherwise a chain waits for them. This
+        must not depend on the batch: a request's draft would depend on the other requests in it.
         """
         return False
 
@@ -344,11 +344,11 @@ class SimpleProposer(Protocol):
     aux_hidden_layers: tuple[int, ...]
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        """The draft, walked or not; see ``Proposer.begin``."""
+        """The draft, accepted by the grammars or not; see ``Proposer.begin``."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:
-        """See ``Proposer``."""
+        """Forget the state of these slots; see ``Proposer``."""
         ...
 
 
@@ -408,7 +408,7 @@ class TargetModel(Protocol):
         """One forward over each request's last token and draft; may return before it is done.
 
         flight: its ``draft`` is to be verified, and not to be finished here. Rows need not be read
-        beyond its ``most``; what turns out to be beyond a row's end is never looked at.
+        beyond its ``most``; what turns out to be beyond a row's end is never used.
         """
         ...
 
@@ -426,7 +426,7 @@ class ProposerContext:
     device, dtype: where and in what the target computes.
     argument: what stood after the colon of the proposer's name, "" when nothing did.
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
-    blocks: the tables by which the target keeps keys and values, for who keeps its own beside
+    blocks: the block tables of the target's keys and values, for proposers that keep their own by
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
     window: in which CUDA graphs may be captured, a
         ``guided_spec.models.packed.graph_pool.CaptureWindow``; None never closes.

@@ -124,7 +124,7 @@ class PromptError(RequestError):
 
 
 class PromptTooLongError(PromptError):
-    """The prompt leaves no room in the context for a token."""
+    """The prompt leaves no capacity in the context for a token."""
 
 
 class BudgetTooSmallError(RequestError):
@@ -146,7 +146,7 @@ class BudgetTooSmallError(RequestError):
 
 
 class NoTokenLeftError(RequestError):
-    """Nothing may follow: bans, or bans and the grammar together, forbid every token.
+    """No token may come next: bans, or bans and the grammar together, forbid every one.
 
     Of a request without either, the target gave no token a probability. ``GrammarDeadEndError`` is
     the grammar's alone.

@@ -54,7 +54,7 @@ class GuidedText:
     tokens: prompt and output so far. prompt_length: how many of them are the prompt.
     max_length: prompt and output tokens at most.
     seed: ``params.seed``, or one that was drawn.
-    constraint: its place in the grammar; None for free text.
+    constraint: its state in the grammar; None for free text.
     rules: the biases, bans and penalties of ``params``.
     stop_ids: the tokens that end it. grammar_ends: those that end a text of a grammar.
     noise_key: see ``guided_spec.ops.sampling.noise.request_key``.
@@ -89,7 +89,7 @@ class GuidedText:
         bad_words: Words = (),
         verifier: Verifier = "rejection",
     ) -> GuidedText:
-        """A text behind a prompt, without a slot and without its grammar.
+        """A text after a prompt, without a slot and without its grammar.
 
         max_length: prompt and output tokens at most, if ``params`` do not say less.
         bad_words: the token sequences that ``params.bad_words`` stand for.
@@ -114,7 +114,7 @@ class GuidedText:
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens behind the prompt, the one that ended the text among them."""
+        """The tokens after the prompt, the one that ended the text among them."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -152,7 +152,7 @@ class GuidedText:
         is_stopped: called with each token, but one that ends the text anyway; whether the text ends
             there, at a stop string perhaps.
 
-        Tokens behind one that ends the text are dropped, by its constraint too. Sets ``ended`` and
+        Tokens after one that ends the text are dropped, by its constraint too. Sets ``ended`` and
         ``error``.
         """
         start = len(self.tokens)
@@ -185,7 +185,7 @@ class GuidedText:
     ) -> Literal["stop", "length"] | None:
         """Append tokens up to one that ends the text; returns why it does.
 
-        The grammar stands behind all of them, so it can only speak of the last.
+        The grammar has accepted all of them, so its state only says whether the last one ends it.
         """
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
@@ -254,9 +254,9 @@ class Batches:
             sources=stacked.sources,
         )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what still fills mask rows of a step that raised."""
-        self._rows.settle()
+        self._rows.synchronize()
 
     def forget_ended(self) -> None:
         """Let go of batches with texts that have ended."""

@@ -28,7 +28,7 @@ class Home:
         return os.getpid() == self._pid
 
     def require(self) -> None:
-        """Raise OtherProcessError in another process: whoever asked would wait for ever."""
+        """Raise OtherProcessError in another process: the caller would wait forever."""
         if not self.is_here:
             raise OtherProcessError(
                 f"this {self._name} was made in process {self._pid}, and its threads are not in "

@@ -39,10 +39,10 @@ __all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]
 class Step(NamedTuple):
     """One step's outcome: what was accepted, of which draft, under which masks.
 
-    num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
-    packed: for ``commit``: ``accepted`` on its way to the host.
-    output: of the verify forward, for whoever keeps the hidden states of the accepted tokens.
-    flight: of the draft, for ``carry_on``.
+    num_drafted: int64 [B], ``draft.num_tokens`` being copied to the host.
+    packed: for ``commit``: ``accepted`` being copied to the host.
+    output: of the verify forward, with the hidden states of the accepted tokens.
+    flight: the draft as the proposer made it, for ``launch_carry``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
     """
@@ -57,19 +57,19 @@ class Step(NamedTuple):
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
 
-    def carry_on(self, side: SideStream | None = None) -> object | None:
-        """Launch what the next step of these requests goes on from, see ``Proposer.begin``.
+    def launch_carry(self, side: SideStream | None = None) -> object | None:
+        """Launch the proposer's state for the next step of these requests, see ``Proposer.begin``.
 
         Once, before ``commit`` waits for the device. side: as of ``speculative_step``.
         """
-        given = (self.accepted, self.output, self.packed)
+        committed = (self.accepted, self.output, self.packed)
         if side is None:
-            return self.flight.carry(*given)
-        side.follow_download(self.packed)
-        side.lend(self.accepted.token_ids, self.accepted.num_accepted)
-        side.lend(self.output.hidden_states, *self.output.prompts.values())
+            return self.flight.carry(*committed)
+        side.after_download(self.packed)
+        side.borrow(self.accepted.token_ids, self.accepted.num_accepted)
+        side.borrow(self.output.hidden_states, *self.output.prompts.values())
         with side.use():
-            return self.flight.carry(*given)
+            return self.flight.carry(*committed)
 
     def token_logprobs(self, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
         """Of the tokens that each request gained; none where nobody asks."""
@@ -98,10 +98,10 @@ def speculative_step(
     """Draft, verify in one forward, and keep what the batch's verifier accepts.
 
     noise: None draws what the batch's seeds give for a draft of this length.
-    carry: what ``carry_on`` of the step before returned; None is always right, and may be slower.
-    side: where the draft is made, beside what the current stream still has to do, for a target
-        whose ``verify`` does no more than launch a CUDA graph: all mask rows are filled behind the
-        launch, and no thread competes with it. None: the forward may keep the host busy, too.
+    carry: what ``launch_carry`` of the last step returned; None is always right, and may be slower.
+    side: where the draft is made, overlapped with the work of the current stream, for a target
+        whose ``verify`` only launches a CUDA graph: all mask rows are filled after the launch, and
+        no thread competes with it. None: the forward may keep the host busy, too.
 
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
@@ -111,12 +111,12 @@ def speculative_step(
         flight = proposer.begin(batch, lookahead, carry)
         # Another thread would hold the interpreter while the forward is to be launched. That pays
         # where the launch takes long; else ``finish`` fills the rows when it is done.
-        if flight.is_walked and not launches_at_once:
+        if flight.is_advanced and not launches_at_once:
             lookahead.start()
     side.join()
     with named_range("verify"):
         output = target.verify(batch, flight)
-    # From here on the host works beside the forward.
+    # From here on the host works while the forward runs.
     with side.use():
         draft = flight.finish()
     side.join()
@@ -135,7 +135,7 @@ def speculative_step(
 
 
 def pack(accepted: Accepted) -> Download:
-    """int64 [B, K + 2] on its way to the host: ``num_accepted``, then the ``token_ids``."""
+    """int64 [B, K + 2] being copied to the host: ``num_accepted``, then the ``token_ids``."""
     return Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
 
 
@@ -172,7 +172,7 @@ def _commit_row(
         token_ids.pop()
     if constraint is not None:
         try:
-            # The room was counted with one token less: a text that fills it ends.
+            # The capacity was counted with one token less: a text that fills it ends.
             goes_on = constraint.has_row or len(token_ids) <= batch.limits[request]
             token_ids = (constraint.commit_ahead if goes_on else constraint.commit)(token_ids)
         except GrammarStateError as error:

@@ -132,14 +132,14 @@ class SamplingParams:
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match: a GrammarSpec, or what ``GrammarSpec.of`` takes, such as a
         pydantic model. It is kept as a GrammarSpec. None leaves the text free.
-    complete: whether a text with a grammar always ends within ``max_tokens``: as the budget runs
-        out, only tokens are legal behind which it still can. None does so while a way to the end is
-        known, as it is for nearly all grammars, and refuses nothing where none is; True insists.
-        False cuts the text off at ``max_tokens``.
-    logit_bias: what to add to the logits of some tokens, at most 1e9 either way; -inf forbids one.
-        Kept as a sorted tuple of pairs.
-    bad_words: what the text must not come to hold, behind the end of the prompt or across it. A str
-        stands for its tokens at the start of a text and behind a space; other splits of the same
+    complete: whether a text with a grammar always ends within ``max_tokens``. Near the limit,
+        tokens that would make it impossible to finish are masked out. None does so while a path to
+        the end is known, as it is for nearly all grammars, and refuses nothing where none is; True
+        raises an error there. False cuts the text off at ``max_tokens``.
+    logit_bias: what to add to the logits of some tokens, from -1e9 to 1e9; -inf forbids one. Kept
+        as a sorted tuple of pairs.
+    bad_words: what the text must not contain, after the end of the prompt or across it. A str
+        stands for its tokens at the start of a text and after a space; other splits of the same
         letters into tokens are not covered. Token ids stand for themselves. At most 1,024 words of
         64 letters or tokens, and 16,384 in all.
     allowed_token_ids: the only tokens that may be generated, those that end the text among them if
@@ -216,7 +216,7 @@ class SamplingParams:
 
     @classmethod
     def from_model(cls, model: Any, **overrides: Any) -> SamplingParams:
-        """The sampling that a model's generation config recommends, unless told otherwise.
+        """The sampling that a model's generation config recommends, unless overridden.
 
         model: an ``LLM``, a model of transformers, or its ``GenerationConfig``. Of that are read
             temperature, top_k, top_p, min_p and repetition_penalty, and max_new_tokens as

@@ -191,7 +191,7 @@ def check_walking(graphs: GraphPool, rows: int, device: str = "cpu") -> None:
         }
         texts = kept.find(starts, rows, others=False)
         assert texts is not None
-        walk = chooser.begin_walk(texts, length, where)
+        walk = chooser.begin_advance(texts, length, where)
         for depth in range(length):
             logits = torch.rand(rows, size, generator=random)
             legal = torch.ones(rows, size, dtype=torch.bool)

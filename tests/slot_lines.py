@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
 
 NUM_SLOTS = 4
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     length: int
 
 
-class Alike(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Slots that have their first ``blocks`` blocks in common; all of their rows begin behind."""
 
     slots: tuple[int, ...]
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     unused: Unused = NONE_UNUSED
     window: int | None = None
     has_sinks: bool = False
-    alike: tuple[Alike, ...] = ()
+    alike: tuple[SharedPrefix, ...] = ()
 
     def sinks(self) -> Tensor | None:
         """Of each head, float32 [Hq]; far below the scores and far above them too."""
@@ -66,7 +66,7 @@ class Data(NamedTuple):
     query: Tensor
     new: KeyValues
     buffers: KeyValues
-    places: SlotPlaces
+    places: SlotIndex
 
     def clone(self) -> Data:
         """One with buffers of its own."""
@@ -107,7 +107,7 @@ def make_tables(num_slots: int, max_length: int, block: int) -> Tensor:
 
 def places_of(
     spans: Sequence[Span], tables: Tensor, max_length: int, unused: Unused = NONE_UNUSED
-) -> SlotPlaces:
+) -> SlotIndex:
     """The rows behind one another, on the tables' device."""
     tokens = [(span.slot, span.start + at) for span in spans for at in range(span.length)]
     tokens += [(-1, 0)] * unused.tokens
@@ -118,7 +118,7 @@ def places_of(
     rows += [(-1, 0, end)] * unused.rows
     line = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).T.contiguous()
     columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3).T.contiguous()
-    return SlotPlaces(line.to(tables.device), columns.to(tables.device), tables, max_length)
+    return SlotIndex(line.to(tables.device), columns.to(tables.device), tables, max_length)
 
 
 def _shared_of(case: Case) -> SharedPositions | None:
@@ -138,7 +138,7 @@ def _shared_of(case: Case) -> SharedPositions | None:
     return SharedPositions(torch.tensor([order, places]), torch.tensor(groups).T.contiguous())
 
 
-def kept_positions(places: SlotPlaces, block: int) -> Tensor:
+def kept_positions(places: SlotIndex, block: int) -> Tensor:
     """Of the blocks, which positions may hold a text: bool [num_blocks, block].
 
     Not those that take what is behind all positions, where anything may be.
@@ -209,9 +209,9 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
 
 
 @st.composite
-def _alike(draw: st.DrawFn, spans: Sequence[Span], block: int) -> tuple[Alike, ...]:
+def _alike(draw: st.DrawFn, spans: Sequence[Span], block: int) -> tuple[SharedPrefix, ...]:
     """Up to two groups of the slots, none of them in both."""
-    groups: list[Alike] = []
+    groups: list[SharedPrefix] = []
     free = {span.slot for span in spans}
     for _ in range(draw(st.integers(0, 2))):
         blocks = draw(st.integers(1, 3))
@@ -219,6 +219,6 @@ def _alike(draw: st.DrawFn, spans: Sequence[Span], block: int) -> tuple[Alike, .
         behind = sorted(slot for slot, length in held.items() if length >= blocks * block)
         if behind:
             chosen = draw(st.lists(st.sampled_from(behind), min_size=1, unique=True))
-            groups.append(Alike(tuple(chosen), blocks))
+            groups.append(SharedPrefix(tuple(chosen), blocks))
             free -= set(chosen)
     return tuple(groups)

@@ -25,7 +25,7 @@ from guided_spec.cli.console import stdout
 from guided_spec.errors import ConfigError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
 
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 6)
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     query: Tensor
     new: KeyValues
     layers: list[KeyValues]
-    places: SlotPlaces
+    places: SlotIndex
     num_bytes: int
 
 

@@ -23,7 +23,7 @@ from guided_spec.cli.console import stdout
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.ops.attention.flash_attention import flash_attention
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SCALE = SIZE**-0.5
@@ -59,7 +59,7 @@ class Line(NamedTuple):
 
     query: Tensor
     buffers: KeyValues
-    places: SlotPlaces
+    places: SlotIndex
 
 
 def main(

@@ -81,7 +81,7 @@ class Told(Proposer):
         buffers = DraftBuffers(told, torch.zeros(len(told) + 1, len(batch)).long(), None, None)
         ticket = self._mailbox.begin()
         draft = self._times.of("begin", lambda: self._launch(lookahead, ends, buffers))
-        self._mailbox.answers[:, : len(batch)] = (ticket << 32) | (told + 1)
+        self._mailbox.replies[:, : len(batch)] = (ticket << 32) | (told + 1)
         if draft.needs_host:
             draft.accept_drawn(1)
         self._times.of("positions", draft.accept_drawn)

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.kernels.device_time import host_seconds
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.filler import RowFiller, Walk, cores
+from guided_spec.masks.filler import RequestDraft, RowFiller, cores
 from guided_spec.masks.rows import MaskRows
 
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -41,7 +41,7 @@ class RowFilling:
         self._filler = RowFiller(rows)
         self._constraints: list[Constraint] = []
         self._drafts: list[list[int]] = []
-        self._walks: list[Walk] = []
+        self._request_drafts: list[RequestDraft] = []
         for at in range(requests):
             text = texts[at % len(texts)]
             start = at * 7 % max(1, len(text.token_ids) - depths + 1)
@@ -51,18 +51,18 @@ class RowFilling:
             self._drafts.append(text.token_ids[start : start + depths - 1])
 
     def prepare(self) -> None:
-        """Start a step and walk the drafts: all rows are missing."""
+        """Start a step and append the drafts: all rows are missing."""
         self._rows.clear(len(self._constraints))
-        self._walks.clear()
+        self._request_drafts.clear()
         for at, (constraint, draft) in enumerate(zip(self._constraints, self._drafts, strict=True)):
-            walk = Walk(at, constraint.fork(), self._depths)
+            own = RequestDraft(at, constraint.fork(), self._depths)
             for token in draft:
-                walk.append(token)
-            self._walks.append(walk)
+                own.append(token)
+            self._request_drafts.append(own)
 
     def fill(self, threads: int | None = None) -> None:
         """Fill the rows that ``prepare`` left missing; ``threads`` as for ``RowFiller.fill``."""
-        self._filler.fill(self._walks, threads=threads)
+        self._filler.fill(self._request_drafts, threads=threads)
 
     def upload(self) -> Tensor:
         """The rows where the device can read them, perhaps not at once: [requests, depths, W]."""

@@ -235,7 +235,7 @@ class Engine:
         if len(running) == 1 or self._is_parallel:
             self.fail(running, error)
             return
-        self._batches.settle()
+        self._batches.synchronize()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self._suspects.split(running, error)
@@ -503,7 +503,7 @@ class Engine:
         if not requests:
             return False
         if not self._in_flight:
-            self._side.follow()
+            self._side.after_current()
         # Some may have had to go for those who decode.
         pieces = [piece for piece in pieces if piece.request.state is not State.WAITING]
         policy, count = self._policy_of(requests), self.config.num_draft_tokens
@@ -541,7 +541,7 @@ class Engine:
     def _commit_step(self, flight: StepInFlight) -> None:
         """Launch what does not depend on the host, then wait for the step and commit it."""
         requests, pieces, batch, step, policy, num_drafted, started = flight
-        self._carry = step.carry_on(self._side)
+        self._carry = step.launch_carry(self._side)
         if self._runs_ahead(flight):
             self._target.run_ahead(batch, step.accepted.token_ids)
         self._intake.bind_next()

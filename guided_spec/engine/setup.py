@@ -37,7 +37,7 @@ from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds
-from guided_spec.masks.rows import launch_walk
+from guided_spec.masks.rows import launch_table_rows
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
@@ -487,7 +487,7 @@ def _compile_kernels(engine: Engine) -> None:
         with engine.compiling():
             for _ in engine.capture():
                 pass
-        launch_walk(num_mask_words(engine.model.vocab_size), engine.model.device)
+        launch_table_rows(num_mask_words(engine.model.vocab_size), engine.model.device)
 
 
 def decisions_of(engine: Engine) -> Decisions:

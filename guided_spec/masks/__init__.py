@@ -1,1 +1,1 @@
-"""Mask rows of a step: one constraint a request, one lookahead a step, and who fills the rows."""
+"""Mask rows of a step: one constraint a request, one lookahead a step, and the row filler."""

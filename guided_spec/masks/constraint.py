@@ -1,13 +1,13 @@
-"""One request's place in its grammar: the original matcher, and a fork that runs ahead of it.
+"""One request's state in its grammar: the original matcher, and a fork that runs ahead of it.
 
-The original moves on committed tokens only. The fork follows drafts; it is made once per request
-and brought back by rollback, because forking copies the whole history while rollback does not.
+The original accepts committed tokens only. The fork accepts drafts; it is made once per request
+and reset by rollback, because forking copies the whole history while rollback does not.
 
-The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
+The committed tokens are the truth. A matcher that disagrees with them is rebuilt from them. The
 fork has seen most of them in its draft; the original reads them all. Where they do not end the
-text, both may do so later, while the next step runs on the device, and behind some steps more where
-a table says where the text stands. Nobody asks for the fork there: once somebody does, and many
-tokens have passed, it is made anew.
+text, both may do so later, while the next step runs on the device, and some steps later still where
+a table gives the text's state. The fork is not needed there: it is rebuilt when it is needed and
+many tokens have passed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 # Tokens after which the original of a text in its table reads all the same: many at once cost each
 # less, and too many would hold up the other texts.
 MOST_UNREAD = 64
-# A fork that is further behind is made anew, unless the text is as long as to copy it costs more:
+# A fork that lags further is rebuilt, unless the text is so long that copying it costs more:
 # to read a token costs as much as to copy eight.
 READ_BY_A_COPY = 8
 
@@ -62,11 +62,11 @@ class Fork:
     excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
 
     kept: the row of the committed text, where that was filled before; None where it was not.
-    clock: tells seconds. seconds: that its text took in this step. cpu_seconds: those of them that
-    are known to be the CPU's.
+    clock: returns seconds. seconds: that its text took in this step. cpu_seconds: those of them
+    that are known to be the CPU's.
 
-    Behind ``begin`` a library's own matcher goes along alone, as long as it may: those around it
-    cost more than it does, and hear of the tokens when somebody asks for ``matcher``.
+    After ``begin`` only the library's own matcher advances, as long as it may: the wrappers around
+    it cost more than it does, and get the tokens when ``matcher`` is read.
     """
 
     def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
@@ -77,18 +77,18 @@ class Fork:
         self.clock: Callable[[], float] = time.perf_counter
         self.seconds = self.cpu_seconds = 0.0
         self._source: Source | None = None  # goes alone
-        self._unheard: list[int] = []  # what it took, committed tokens among them
+        self._pending: list[int] = []  # what it took, committed tokens among them
 
     @property
     def matcher(self) -> Matcher:
-        """Behind the draft."""
+        """The matcher, after the draft."""
         if self._source is not None:
-            self._settle()
+            self._synchronize()
         return self._matcher
 
     @matcher.setter
     def matcher(self, matcher: Matcher) -> None:
-        self._settle()
+        self._synchronize()
         self._matcher = matcher
 
     @property
@@ -106,7 +106,7 @@ class Fork:
         """Whether the last token ended the text."""
         if self._source is None:
             return self._matcher.is_terminated()
-        return bool(self._unheard) and self._unheard[-1] in self._source.stops
+        return bool(self._pending) and self._pending[-1] in self._source.stops
 
     @property
     def row_source(self) -> RowSource:
@@ -117,8 +117,8 @@ class Fork:
 
     def begin(self) -> None:
         """What is accepted next is a draft."""
-        if self._source is None or len(self._unheard) >= self._source.reach:
-            self._settle()
+        if self._source is None or len(self._pending) >= self._source.reach:
+            self._synchronize()
             source = self._matcher.source()
             self._source = source if source is not None and source.reach > 0 else None
 
@@ -127,16 +127,16 @@ class Fork:
         if token_id in self._excluded:
             return False
         source = self._source
-        if source is not None and len(self._unheard) >= source.reach:
+        if source is not None and len(self._pending) >= source.reach:
             self.begin()
             source = self._source
         if not (self._matcher if source is None else source.matcher).accept_token(token_id):
             return False
         self.token_ids.append(token_id)
         if source is not None:
-            self._unheard.append(token_id)
+            self._pending.append(token_id)
             if token_id in source.leads:
-                self._settle()
+                self._synchronize()
         return True
 
     def rollback_to(self, length: int) -> None:
@@ -144,15 +144,15 @@ class Fork:
         surplus = len(self.token_ids) - length
         if surplus <= 0:
             return
-        if self._source is not None and surplus <= len(self._unheard):
+        if self._source is not None and surplus <= len(self._pending):
             self._source.matcher.rollback(surplus)
-            del self._unheard[-surplus:]
+            del self._pending[-surplus:]
         else:
             self.matcher.rollback(surplus)
         del self.token_ids[length:]
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
+        """Accept ``token_ids`` in place of the draft, as far as the grammar allows them.
 
         Returns how many of them it took: it stops at one that is refused, and at the text's end.
         """
@@ -178,12 +178,12 @@ class Fork:
         self.token_ids.clear()
         self.kept = None
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Bring the matcher to where its source went."""
         self._source = None
-        if self._unheard:
-            self._matcher.replay(self._unheard)
-            self._unheard = []
+        if self._pending:
+            self._matcher.replay(self._pending)
+            self._pending = []
 
 
 class Constraint:
@@ -191,11 +191,11 @@ class Constraint:
 
     compiled: shared with other requests; this constraint makes its own matchers from it.
     ends: the tokens that can end the text; None where only the matchers know.
-    committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
+    committed: the output tokens so far. resyncs: how often the matchers were rebuilt from them.
     steered: indices of those at which a budget took tokens out of the mask, see
         ``guided_spec.grammar.completion.completion``.
     is_terminated: whether a stop token was committed: the text is complete.
-    has_lost_end: whether the budget is no longer kept, since no way to an end in time is known.
+    has_lost_end: whether the budget is no longer kept, since no path to an end in time is known.
     """
 
     def __init__(self, compiled: CompiledGrammar, ends: Iterable[int] | None = None) -> None:
@@ -215,7 +215,7 @@ class Constraint:
 
     @property
     def has_row(self) -> bool:
-        """Whether ``prepare`` has filled the row behind the committed text."""
+        """Whether ``prepare`` has filled the row after the committed text."""
         return self._fork.kept is not None
 
     @property
@@ -245,7 +245,7 @@ class Constraint:
 
     @property
     def has_budget(self) -> bool:
-        """Whether its grammar makes the text end in time, as long as a way to an end is known."""
+        """Whether its grammar makes the text end in time, as long as a path to an end is known."""
         return self._original.budget is not None
 
     @property
@@ -270,7 +270,7 @@ class Constraint:
         return place
 
     def may_end(self) -> bool:
-        """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
+        """Whether the committed text is complete: it has ended, or a stop token may come next."""
         if self._read_committed() is not None:
             return False
         matcher = self._original
@@ -288,7 +288,7 @@ class Constraint:
         return fork
 
     def prepare(self, num_words: int) -> None:
-        """Bring both matchers to the end of the committed text, and fill the row behind it.
+        """Bring both matchers to the end of the committed text, and fill the row after it.
 
         num_words: W of the row. May be called on another thread than those of the steps, while
         nobody else calls anything of this constraint.
@@ -334,7 +334,7 @@ class Constraint:
 
         So it costs next to nothing. Only where no token can end the text; every other text is
         committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
-        would have returned, too; to be called behind it, for tokens are left unread without end.
+        would have returned, too. Call it after ``catch_up``, or the unread tokens pile up.
         """
         place = self._place
         if place is None:
@@ -364,10 +364,10 @@ class Constraint:
         self.is_terminated = self._original.is_terminated()
 
     def restart(self, length: int) -> None:
-        """Make both matchers anew, behind the first ``length`` committed tokens.
+        """Rebuild both matchers, after the first ``length`` committed tokens.
 
-        After a step that raised, which may have left them anywhere. Raises GrammarStateError where
-        a new matcher refuses one of these tokens.
+        For a step that raised, which may have left them in any state. Raises GrammarStateError
+        where a new matcher refuses one of these tokens.
         """
         del self.committed[length:]
         self.steered = [at for at in self.steered if at < length]
@@ -378,7 +378,7 @@ class Constraint:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 
         Where one refuses a token, both are rebuilt, as by ``commit``. Those of a text whose table
-        says where it stands may stay behind.
+        gives its state may lag.
         """
         if self._place is None:
             fork = self._fork
@@ -416,15 +416,15 @@ class Constraint:
         if fork.token_ids or len(behind) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
             is_refused = fork.advance(behind) < len(behind)
         else:  # it has no draft: one of the original's stands there, too
-            self._settle_fork(fork, start)
+            self._commit_fork_safely(fork, start)
             self._advance_original()
             fork = self._fork
             fork.matcher = self._original.fork()
-        self._settle_fork(fork, start)
+        self._commit_fork_safely(fork, start)
         if is_refused or fork.is_terminated:
             self._rebuild()
 
-    def _settle_fork(self, fork: Fork, start: int) -> None:
+    def _commit_fork_safely(self, fork: Fork, start: int) -> None:
         """``_commit_fork`` of a text that is committed; why that cannot be is kept."""
         try:
             self._commit_fork(fork, start)
@@ -432,10 +432,10 @@ class Constraint:
             self._failure = error
 
     def _commit_fork(self, fork: Fork, start: int) -> None:
-        """The draft of ``fork`` is committed from ``start`` on.
+        """Commit the draft of ``fork``, from ``start`` on.
 
-        It filled the rows, and still knows those on the way that was committed. Raises
-        GrammarStateError where it has lost its way to the end of a text that must be whole.
+        It filled the rows, and still knows those of the committed path. Raises GrammarStateError
+        where it knows no path to the end of a text that must be complete.
         """
         fork.commit()
         if fork.is_alone:
@@ -444,13 +444,13 @@ class Constraint:
         if steered := matcher.steered:
             self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
         if matcher.has_lost_end and not self.has_lost_end:
-            self._lose_end("no way to end the text within max_tokens is known")
+            self._lose_end("no path to the end of the text within max_tokens is known")
 
     def _lose_end(self, reason: str) -> None:
         self.has_lost_end = True
-        reason = f"{reason}, behind output token {len(self.committed)}"
+        reason = f"{reason}, after output token {len(self.committed)}"
         if (budget := self._original.budget) is not None and budget.is_required:
-            fix = "complete=True asks for whole texts: allow more tokens, or pass complete=None"
+            fix = "complete=True requires complete texts: allow more tokens, or pass complete=None"
             raise GrammarStateError(f"{reason}; {fix}")
         _LOG.warning("%s; it may be cut off", reason)
 
@@ -462,7 +462,7 @@ class Constraint:
             self._failure = error
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
-        """Make both matchers anew and bring them to the end of ``token_ids``; returns these."""
+        """Rebuild both matchers and bring them to the end of ``token_ids``; returns these."""
         text = [*self.committed, *token_ids]
         matcher = as_matcher(self.compiled.new_matcher())
         end = self._read(matcher, text)

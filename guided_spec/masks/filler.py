@@ -1,6 +1,6 @@
-"""Who fills which mask rows of a step: one walk after another, or many walks on several threads.
+"""Fills the mask rows of a step: draft by draft, or many drafts on several threads.
 
-One request's way along its draft: its fork, the tokens so far, and whether more may follow.
+``RequestDraft`` is one request's draft: its fork, the tokens so far, and whether more may come.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.host import named_range
 
 
-class Walk:
-    """Made once a step and request.
+class RequestDraft:
+    """One request's draft in one step.
 
     request: its index in the batch. fork: None for a free text, and until it is needed.
     drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
-    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
-    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
-    drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
-    draft. starved: positions at which the drafter knew none of the legal tokens.
+    has_ended: the draft's last token ended the text, or the text was over from the start.
+    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for the
+    proposer that drafts now. is_paused: another proposer goes on. refused: the illegal token that
+    ended the draft. starved: positions at which the drafter knew none of the legal tokens.
     stops: where the device takes its rows from a table, the tokens that end a text there; no fork
-    goes along then, since each token is drawn under its row. See ``Lookahead.leave``.
+    is needed then, since each token is drawn under its row. See ``Lookahead.leave``.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Walk:
 
     @property
     def num_rows(self) -> int:
-        """Mask rows of the draft so far; a complete text has none behind it."""
+        """Mask rows of the draft so far; there is none after a complete text."""
         return len(self.drafted) + (not self.has_ended)
 
     @property
@@ -120,7 +120,7 @@ class Walk:
             self.end()
 
     def end(self) -> None:
-        """The text is complete: nothing follows."""
+        """The text is complete: the draft ends."""
         self.has_ended, self.is_open = True, False
 
     def refuse(self, token_id: int) -> None:
@@ -128,19 +128,19 @@ class Walk:
         self.is_open, self.refused = False, token_id
 
 
-# Seconds, in all and for each walk that is done, after which other threads help with the walks that
+# Seconds, in all and for each draft that is done, after which other threads help with those that
 # are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
-# however many rows there are: the time tells, their number does not (``python -m
+# however many rows there are: so this goes by time, not by the number of rows (``python -m
 # benchmarks.masks.walks``; docs/performance/parts.md).
 PATIENCE = 0.003
-SLOW_WALK = 0.00005
-WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
+SLOW_DRAFT = 0.00005
+DRAFTS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
 # Seconds of a text's part of a step that are long. Where the rows of one depth are filled together,
 # they may take so much, and some more for each, before each of their texts counts as a long one.
 LONG = 0.02
 LONG_ROW = 0.0003
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
-WALKS_TOGETHER = 8
+DRAFTS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
 # interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
 # wait for its turn holds up all the others, and that costs far more than the threads gain.
@@ -148,27 +148,27 @@ MOST_THREADS = 8
 
 
 class RowFiller:
-    """Fills the rows that the walks of one step still lack.
+    """Fills the rows that the drafts of one step still lack.
 
-    The rows are the same on every way: each walk's rows are filled by one thread, in order.
+    The rows are always the same: each draft's rows are filled by one thread, in order.
     """
 
     def __init__(self, rows: MaskRows) -> None:
         self._rows = rows
         self._batch = XGrammarBatch()  # of the thread that calls ``fill``
 
-    def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
-        """Fill every missing row of these walks, up to the one behind the draft so far.
+    def fill(self, drafts: Sequence[RequestDraft], *, threads: int | None = None) -> None:
+        """Fill every missing row of these drafts, up to the one after the last token so far.
 
-        threads: that fill at once, this one among them; None for what the rows turn out to cost.
+        threads: that fill at once, this one among them; None: by what the rows turn out to cost.
 
-        The forks end where they stood, at the ends of the drafts.
+        The forks end where they were before, at the ends of the drafts.
         """
-        missing = [walk for walk in walks if walk.num_missing]
+        missing = [draft for draft in drafts if draft.num_missing]
         if not missing:
             return
         with named_range("fill masks"):
-            if threads is None and len(missing) <= WALKS_AT_ONCE:
+            if threads is None and len(missing) <= DRAFTS_AT_ONCE:
                 self._fill_here(missing)
             elif threads is None:
                 self._fill_patiently(missing)
@@ -177,24 +177,24 @@ class RowFiller:
             else:
                 self._fill_here(missing)
 
-    def _fill_patiently(self, walks: Sequence[Walk]) -> None:
+    def _fill_patiently(self, drafts: Sequence[RequestDraft]) -> None:
         began = time.perf_counter()
-        start, count = 0, WALKS_AT_ONCE
-        while start < len(walks):
-            left = walks[start:]
+        start, count = 0, DRAFTS_AT_ONCE
+        while start < len(drafts):
+            left = drafts[start:]
             threads = min(MOST_THREADS, cores() // 2, len(left))
-            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_WALK * start):
+            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_DRAFT * start):
                 self._fill_apart(left, threads)
                 return
             self._fill_here(left[:count])
             start, count = start + count, 2 * count
 
-    def _fill_here(self, walks: Sequence[Walk]) -> None:
-        self._fill_share(walks, self._batch)
+    def _fill_here(self, drafts: Sequence[RequestDraft]) -> None:
+        self._fill_share(drafts, self._batch)
 
-    def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
-        """Deal the walks out; this thread takes its share too."""
-        own, *others = (walks[start::threads] for start in range(threads))
+    def _fill_apart(self, drafts: Sequence[RequestDraft], threads: int) -> None:
+        """Deal the drafts out; this thread takes its share too."""
+        own, *others = (drafts[start::threads] for start in range(threads))
         running: list[Future[None]] = [
             _pool().submit(self._fill_share, share, XGrammarBatch()) for share in others
         ]
@@ -205,76 +205,76 @@ class RowFiller:
         for share in running:
             share.result()
 
-    def _fill_share(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
+    def _fill_share(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
         """One by one where they are few, or where it counts what each of them takes."""
-        alone = [walk for walk in walks if walk.fork is not None and walk.fork.is_timed]
-        together = [walk for walk in walks if walk not in alone] if alone else walks
-        if len(together) < WALKS_TOGETHER:
-            alone, together = list(walks), ()
+        alone = [draft for draft in drafts if draft.fork is not None and draft.fork.is_timed]
+        together = [draft for draft in drafts if draft not in alone] if alone else drafts
+        if len(together) < DRAFTS_TOGETHER:
+            alone, together = list(drafts), ()
         if together:
             self._fill_together(together, batch)
         cpu_began = time.thread_time()
         longest = max(map(self._fill_alone, alone), default=0.0)
         if longest > LONG and time.thread_time() - cpu_began > longest / 2:
-            for walk in alone:
-                if walk.fork is not None and walk.fork.seconds >= longest:
-                    walk.fork.cpu_seconds = walk.fork.seconds
+            for draft in alone:
+                if draft.fork is not None and draft.fork.seconds >= longest:
+                    draft.fork.cpu_seconds = draft.fork.seconds
 
-    def _fill_alone(self, walk: Walk) -> float:
+    def _fill_alone(self, draft: RequestDraft) -> float:
         """Returns the seconds that it took."""
-        fork = walk.fork
+        fork = draft.fork
         assert fork is not None
         began = fork.clock()
         # Tokens may have been appended unfilled: back to the first missing row, and up again.
-        if len(fork.token_ids) > walk.filled:
-            fork.rollback_to(walk.filled)
-        for depth in range(walk.filled, len(walk.drafted)):
-            self._rows.fill(fork.row_source, walk.request, depth)
-            fork.accept(walk.drafted[depth])
-            walk.filled = depth + 1
-        if walk.num_missing:
-            self._rows.fill(fork.row_source, walk.request, len(walk.drafted))
-            walk.filled += 1
+        if len(fork.token_ids) > draft.filled:
+            fork.rollback_to(draft.filled)
+        for depth in range(draft.filled, len(draft.drafted)):
+            self._rows.fill(fork.row_source, draft.request, depth)
+            fork.accept(draft.drafted[depth])
+            draft.filled = depth + 1
+        if draft.num_missing:
+            self._rows.fill(fork.row_source, draft.request, len(draft.drafted))
+            draft.filled += 1
         seconds = fork.clock() - began
         fork.seconds += seconds
         return seconds
 
-    def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
-        """Every walk's next missing row, then the row after that, ..."""
-        for walk in walks:
-            if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
-                walk.fork.rollback_to(walk.filled)
-        while walks:
+    def _fill_together(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
+        """Every draft's next missing row, then the row after that, ..."""
+        for draft in drafts:
+            if draft.fork is not None and len(draft.fork.token_ids) > draft.filled:
+                draft.fork.rollback_to(draft.filled)
+        while drafts:
             began = time.perf_counter()
-            self._fill_level(batch, walks)
-            left: list[Walk] = []
-            for walk in walks:
-                at, walk.filled = walk.filled, walk.filled + 1
-                if at < len(walk.drafted) and walk.fork is not None:
-                    walk.fork.accept(walk.drafted[at])
-                    if walk.num_missing:
-                        left.append(walk)
+            self._fill_level(batch, drafts)
+            left: list[RequestDraft] = []
+            for draft in drafts:
+                at, draft.filled = draft.filled, draft.filled + 1
+                if at < len(draft.drafted) and draft.fork is not None:
+                    draft.fork.accept(draft.drafted[at])
+                    if draft.num_missing:
+                        left.append(draft)
             seconds = time.perf_counter() - began
-            if seconds > LONG + LONG_ROW * len(walks):  # one of them takes long
-                for walk in walks:
-                    if walk.fork is not None:
-                        walk.fork.seconds += seconds
-            walks = left
+            if seconds > LONG + LONG_ROW * len(drafts):  # one of them takes long
+                for draft in drafts:
+                    if draft.fork is not None:
+                        draft.fork.seconds += seconds
+            drafts = left
 
-    def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
-        """One row of each walk: xgrammar's in one call, others one by one."""
+    def _fill_level(self, batch: XGrammarBatch, drafts: Sequence[RequestDraft]) -> None:
+        """One row of each draft: xgrammar's in one call, others one by one."""
         matchers: list[Any] = []
-        places: list[tuple[int, int]] = []
-        for walk in walks:
-            assert walk.fork is not None
-            source = walk.fork.row_source
+        cells: list[tuple[int, int]] = []
+        for draft in drafts:
+            assert draft.fork is not None
+            source = draft.fork.row_source
             if batch.takes(source):
                 matchers.append(source)
-                places.append((walk.request, walk.filled))
+                cells.append((draft.request, draft.filled))
             else:
-                self._rows.fill(source, walk.request, walk.filled)
+                self._rows.fill(source, draft.request, draft.filled)
         if matchers:
-            self._rows.fill_many(batch, matchers, places)
+            self._rows.fill_many(batch, matchers, cells)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Forks walked along one draft, and the mask rows they produce.
+"""Forks that advance through one step's drafts, and the mask rows they produce.
 
 The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.masks.constraint import Constraint, Fork
-from guided_spec.masks.filler import RowFiller, Walk
+from guided_spec.masks.filler import RequestDraft, RowFiller
 from guided_spec.masks.rows import MaskRows, TabledTexts, TableStarts
 from guided_spec.types import Draft
 
@@ -48,9 +48,9 @@ class Lookahead:
     """
 
     def __init__(
-        self, walks: list[Walk], rows: MaskRows, constraints: Sequence[Constraint | None]
+        self, drafts: list[RequestDraft], rows: MaskRows, constraints: Sequence[Constraint | None]
     ) -> None:
-        self._walks = walks
+        self._drafts = drafts
         self._rows = rows
         self._filler = RowFiller(rows)
         self._constraints = constraints
@@ -59,7 +59,7 @@ class Lookahead:
         self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pause: Pause | None = None
         self._sources: Tensor | None = None  # of rows that the device takes from tables
-        self.forced: list[list[int]] = [[] for _ in walks]
+        self.forced: list[list[int]] = [[] for _ in drafts]
         self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
 
@@ -76,16 +76,16 @@ class Lookahead:
         """
         rows.clear(len(constraints))
         most = rows.depths - 1
-        walks = [Walk(at, None, min(limit, most)) for at, limit in enumerate(limits)]
-        for walk, constraint in zip(walks, constraints, strict=True):
+        drafts = [RequestDraft(at, None, min(limit, most)) for at, limit in enumerate(limits)]
+        for draft, constraint in zip(drafts, constraints, strict=True):
             if constraint is not None and constraint.is_terminated:
-                walk.end()
-        return cls(walks, rows, constraints)
+                draft.end()
+        return cls(drafts, rows, constraints)
 
     @property
     def drafted(self) -> list[list[int]]:
         """[B] lists of the legal draft tokens so far. Read only."""
-        return [walk.drafted for walk in self._walks]
+        return [draft.drafted for draft in self._drafts]
 
     @property
     def is_open(self) -> list[bool]:
@@ -94,65 +94,66 @@ class Lookahead:
         False from its limit on, after an end-of-text token and after an illegal token, and inside
         of ``until`` and ``pausing`` from where its turn ends.
         """
-        return [walk.is_drafting for walk in self._walks]
+        return [draft.is_drafting for draft in self._drafts]
 
     def can_draft(self, count: int) -> bool:
         """Whether any open request may draft ``count`` tokens more, 1 or above."""
         return any(
-            walk.is_drafting and walk.until - len(walk.drafted) >= count for walk in self._walks
+            draft.is_drafting and draft.until - len(draft.drafted) >= count
+            for draft in self._drafts
         )
 
     @property
     def refused(self) -> list[int | None]:
         """[B]: the illegal token that ended the request's draft, None where there was none."""
-        return [walk.refused for walk in self._walks]
+        return [draft.refused for draft in self._drafts]
 
     @property
     def starved(self) -> list[int]:
         """[B]: positions at which the drafter's own vocabulary had no legal token."""
-        return [walk.starved for walk in self._walks]
+        return [draft.starved for draft in self._drafts]
 
     @property
     def tokens(self) -> list[list[int]]:
         """[B] lists: the tokens of the draft so far, the illegal one among them. Read only."""
         return [
-            walk.drafted if walk.refused is None else [*walk.drafted, walk.refused]
-            for walk in self._walks
+            draft.drafted if draft.refused is None else [*draft.drafted, draft.refused]
+            for draft in self._drafts
         ]
 
     @property
     def lengths(self) -> list[int]:
         """[B]: tokens of the draft so far, the illegal one among them."""
-        return [len(walk.drafted) + (walk.refused is not None) for walk in self._walks]
+        return [len(draft.drafted) + (draft.refused is not None) for draft in self._drafts]
 
     @property
     def num_rows(self) -> list[int]:
         """[B]: mask rows that there are, from the first one on."""
-        return [walk.num_rows if walk.is_tabled else walk.filled for walk in self._walks]
+        return [draft.num_rows if draft.is_tabled else draft.filled for draft in self._drafts]
 
     @property
     def is_tabled(self) -> list[bool]:
         """[B]: whether the device took the request's rows from a table, see ``leave``."""
-        return [walk.is_tabled for walk in self._walks]
+        return [draft.is_tabled for draft in self._drafts]
 
     @contextmanager
     def until(self, ends: Sequence[int]) -> Iterator[None]:
         """Inside, a request counts as closed from ``ends`` [B] draft tokens on.
 
-        So one proposer's turn ends, and what is walked later waits.
+        So one proposer's turn ends, and requests that are advanced later wait.
         """
-        before = [walk.until for walk in self._walks]
-        for walk, end in zip(self._walks, ends, strict=True):
-            walk.until = min(end, walk.until)
+        before = [draft.until for draft in self._drafts]
+        for draft, end in zip(self._drafts, ends, strict=True):
+            draft.until = min(end, draft.until)
         try:
             yield
         finally:
-            for walk, end in zip(self._walks, before, strict=True):
-                walk.until = end
+            for draft, end in zip(self._drafts, before, strict=True):
+                draft.until = end
 
     @contextmanager
     def pausing(self, pause: Pause | None) -> Iterator[None]:
-        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
+        """Inside, a request's turn ends after a token where ``pause(request)`` is true.
 
         So another proposer takes over in a draft. None: no turn ends so.
         """
@@ -162,8 +163,8 @@ class Lookahead:
         finally:
             self._pause = before
             if before is None:
-                for walk in self._walks:
-                    walk.is_paused = False
+                for draft in self._drafts:
+                    draft.is_paused = False
 
     def tabled(self, requests: Sequence[int], ahead: int) -> TabledTexts | None:
         """Of the requests that draft next, those whose rows the device can take from tables.
@@ -186,20 +187,20 @@ class Lookahead:
                 starts[place.table] = texts = TableStarts([], [])
             texts.requests.append(at)
             texts.states.append(place.state)
-        return self._rows.tables.find(starts, len(self._walks), others=others)
+        return self._rows.tables.find(starts, len(self._drafts), others=others)
 
     def leave(self, texts: TabledTexts, sources: Tensor) -> None:
         """The device takes the rows of these texts from tables: none of theirs is filled here.
 
         sources: int64 [depths, B or more] there, where their rows lie once the draft is made; 0 for
-        others, and for rows behind the end of a text. Nobody may ``peek`` at these rows.
+        others, and for rows after the end of a text. ``peek`` is not allowed for these rows.
         """
         self._sources = sources
         for request, stops in texts.stops.items():
-            self._walks[request].stops = stops
+            self._drafts[request].stops = stops
 
     def keep_sources(self) -> None:
-        """The draft is launched, and the next one may overwrite what ``leave`` was given."""
+        """Copy the sources of ``leave``: the next draft may overwrite them."""
         if self._sources is not None:
             self._sources = self._sources.clone()
 
@@ -207,41 +208,41 @@ class Lookahead:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
         None when no request is constrained. Rows of free and closed requests forbid nothing, and
-        rows that the device takes from tables are not there yet: whoever asked for them with
-        ``leave`` may write them into what is returned.
+        rows that the device takes from tables are not there yet: the caller of ``leave`` may write
+        them into what is returned.
         """
         if not self._is_constrained:
             return None
-        return self._rows.at_depths(self._next_depths(self._walks))
+        return self._rows.at_depths(self._next_depths(self._drafts))
 
     def next_rows(self, count: int, depth: int) -> list[int]:
         """Where the rows of ``next_mask`` lie on the host, [count]: addresses.
 
-        count: B or more; those behind the batch's own forbid nothing. depth: so do those of
-        requests whose drafts hold another number of tokens. The rows stay as they are until the
-        step after the next one.
+        count: B or more; those after the batch's own forbid nothing. depth: so do those of
+        requests whose drafts hold another number of tokens. The rows do not change until the step
+        after the next one.
         """
-        filled = self._fill_next([walk for walk in self._walks if len(walk.drafted) == depth])
-        return self._rows.addresses([(walk.request, depth) for walk in filled], count)
+        filled = self._fill_next([draft for draft in self._drafts if len(draft.drafted) == depth])
+        return self._rows.addresses([(draft.request, depth) for draft in filled], count)
 
-    def _next_depths(self, walks: Sequence[Walk]) -> list[int | None]:
-        """Fill what comes next in these walks; returns where those rows are, None for others."""
-        depths: list[int | None] = [None] * len(self._walks)
-        for walk in self._fill_next(walks):
-            depths[walk.request] = len(walk.drafted)
+    def _next_depths(self, drafts: Sequence[RequestDraft]) -> list[int | None]:
+        """Fill what comes next in these drafts; returns where those rows are, None for others."""
+        depths: list[int | None] = [None] * len(self._drafts)
+        for draft in self._fill_next(drafts):
+            depths[draft.request] = len(draft.drafted)
         return depths
 
-    def _fill_next(self, walks: Sequence[Walk]) -> list[Walk]:
-        """Fill the row behind each of those that go on under one of the host's; returns these."""
+    def _fill_next(self, drafts: Sequence[RequestDraft]) -> list[RequestDraft]:
+        """Fill the next row of each draft that goes on under a row of the host's; returns these."""
         constraints = self._constraints
         drafting = [
-            walk
-            for walk in walks
-            if walk.is_drafting and not walk.is_tabled and constraints[walk.request] is not None
+            draft
+            for draft in drafts
+            if draft.is_drafting and not draft.is_tabled and constraints[draft.request] is not None
         ]
         if drafting and self._is_asleep:
             self._wake()  # some may turn out to be over
-            drafting = [walk for walk in drafting if walk.is_drafting]
+            drafting = [draft for draft in drafting if draft.is_drafting]
         if drafting:
             self._fill(drafting)
         return drafting
@@ -267,11 +268,11 @@ class Lookahead:
         depth: requests whose drafts hold another number of tokens are left alone; None: nobody is.
         """
         self._wake()
-        for walk in self._walks:
-            if walk.is_drafting and depth in (None, len(walk.drafted)):
+        for draft in self._drafts:
+            if draft.is_drafting and depth in (None, len(draft.drafted)):
                 if starved is not None:
-                    walk.starved += starved[walk.request]
-                self._accept(walk, token_ids[walk.request])
+                    draft.starved += starved[draft.request]
+                self._accept(draft, token_ids[draft.request])
 
     def accept_drawn(
         self, token_ids: Sequence[Sequence[int]], starved: Sequence[Sequence[int]]
@@ -282,11 +283,11 @@ class Lookahead:
         """
         self._wake()
         rows = (zip(*one, strict=True) for one in (token_ids, starved))
-        for walk, tokens, flags in zip(self._walks, *rows, strict=True):
-            if walk.is_drafting:
-                start = len(walk.drafted)
-                looked = walk.append_drawn(tokens[start:])
-                walk.starved += sum(flags[start : start + looked])
+        for draft, tokens, flags in zip(self._drafts, *rows, strict=True):
+            if draft.is_drafting:
+                start = len(draft.drafted)
+                looked = draft.append_drawn(tokens[start:])
+                draft.starved += sum(flags[start : start + looked])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -305,25 +306,25 @@ class Lookahead:
         """
         self._wake()
         legal: list[list[int]] = []
-        for walk, positions in zip(self._walks, options, strict=True):
-            start = len(walk.drafted)
-            assert not (walk.is_tabled and positions)  # nobody has asked whether they are legal
+        for draft, positions in zip(self._drafts, options, strict=True):
+            start = len(draft.drafted)
+            assert not (draft.is_tabled and positions)  # nobody has asked whether they are legal
             for token_ids in positions:
-                if not walk.is_drafting or not token_ids:
+                if not draft.is_drafting or not token_ids:
                     break
                 if token_ids[0] < 0:
-                    walk.is_open = False
+                    draft.is_open = False
                     break
-                if not any(map(walk.append, token_ids)):
-                    walk.refuse(token_ids[0])
+                if not any(map(draft.append, token_ids)):
+                    draft.refuse(token_ids[0])
                     break
-                self._check_pause(walk)
-            legal.append(walk.drafted[start:])
+                self._check_pause(draft)
+            legal.append(draft.drafted[start:])
         return legal
 
     def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """``extend``, and the tokens count as forced by the grammar in the statistics."""
-        starts = [len(walk.drafted) for walk in self._walks]
+        starts = [len(draft.drafted) for draft in self._drafts]
         legal = self.extend(drafts)
         for positions, start, tokens in zip(self.forced, starts, legal, strict=True):
             positions.extend(range(start, start + len(tokens)))
@@ -332,12 +333,12 @@ class Lookahead:
     def fork_of(self, request: int) -> Fork | None:
         """The fork of one request, at the end of its draft so far; None if free or closed.
 
-        Whoever borrows it must leave it where it was before any other call.
+        The caller must return it to the state it was in before any other call.
         """
         self._wake()
-        walk = self._walks[request]
-        assert not walk.is_tabled
-        return walk.fork if walk.is_open else None
+        draft = self._drafts[request]
+        assert not draft.is_tabled
+        return draft.fork if draft.is_open else None
 
     def peek(self, request: int) -> NDArray[np.int32] | None:
         """The mask row after one request's draft so far, [W] on the host; None if free or closed.
@@ -345,26 +346,26 @@ class Lookahead:
         Read only. It is the row that ``next_mask`` and ``finish`` hand out: it is not filled twice.
         """
         self._wake()
-        walk = self._walks[request]
-        assert not walk.is_tabled
-        if walk.fork is None or not walk.is_open:
+        draft = self._drafts[request]
+        assert not draft.is_tabled
+        if draft.fork is None or not draft.is_open:
             return None
-        if walk.num_missing:
-            self._fill([walk])
-        return self._rows.words(request, len(walk.drafted))
+        if draft.num_missing:
+            self._fill([draft])
+        return self._rows.words(request, len(draft.drafted))
 
     def fill_next(self) -> None:
         """Fill what ``peek`` reads of every open request, which costs less than one by one."""
-        self._next_depths(self._walks)
+        self._next_depths(self._drafts)
 
     def advance(self, draft: Draft, starts: Sequence[int] | None = None) -> Draft:
-        """The draft to verify: where nobody did so, walked now and cut where a request's turn ends.
+        """The draft to verify, advanced now if it was not, and cut where a request's turn ends.
 
         An illegal token stays in it, where the verifier refuses it.
 
         starts: ``lengths`` before it was made; None: nothing had been drafted.
         """
-        starts = [0] * len(self._walks) if starts is None else list(starts)
+        starts = [0] * len(self._drafts) if starts is None else list(starts)
         if draft.token_ids.shape[1] == 0 or self.lengths != starts:
             return draft
         rows = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
@@ -374,13 +375,13 @@ class Lookahead:
         return draft.cut(max(lengths))._replace(num_tokens=torch.tensor(lengths, device=device))
 
     def start(self) -> None:
-        """Begin to fill the rows that are still missing, beside what runs next."""
+        """Begin to fill the rows that are still missing, overlapped with what runs next."""
         if self._is_asleep:  # nothing is drafted: one row each
-            missing = len(self._walks)
+            missing = len(self._drafts)
         else:
-            missing = sum(walk.num_missing for walk in self._walks)
+            missing = sum(draft.num_missing for draft in self._drafts)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
-            self._filling = self._rows.fill_beside(lambda: self._fill(self._walks))
+            self._filling = self._rows.fill_overlapped(lambda: self._fill(self._drafts))
 
     def finish(self, num_draft: int) -> Tensor | None:
         """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
@@ -392,41 +393,41 @@ class Lookahead:
         if not self._is_constrained:
             return None
         if self._filling is None:
-            self._fill(self._walks)
+            self._fill(self._drafts)
         else:
             self._filling.result()
-        return self._rows.first(len(self._walks), num_draft + 1, self._sources)
+        return self._rows.first(len(self._drafts), num_draft + 1, self._sources)
 
-    def _accept(self, walk: Walk, token_id: int) -> None:
+    def _accept(self, draft: RequestDraft, token_id: int) -> None:
         if token_id < 0:
-            walk.is_open = False
+            draft.is_open = False
             return
-        if walk.fork is not None and not walk.is_tabled:
-            depth = len(walk.drafted)
-            if walk.filled <= depth:
-                self._fill([walk])
+        if draft.fork is not None and not draft.is_tabled:
+            depth = len(draft.drafted)
+            if draft.filled <= depth:
+                self._fill([draft])
             # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
-            if not self._rows.allows(walk.request, depth, token_id):
-                walk.refuse(token_id)
+            if not self._rows.allows(draft.request, depth, token_id):
+                draft.refuse(token_id)
                 return
-        if walk.append(token_id):
-            self._check_pause(walk)
+        if draft.append(token_id):
+            self._check_pause(draft)
         else:
-            walk.refuse(token_id)
+            draft.refuse(token_id)
 
-    def _check_pause(self, walk: Walk) -> None:
-        if self._pause is not None and walk.is_drafting:
-            walk.is_paused = self._pause(walk.request)
+    def _check_pause(self, draft: RequestDraft) -> None:
+        if self._pause is not None and draft.is_drafting:
+            draft.is_paused = self._pause(draft.request)
 
     def _wake(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
-            for walk, constraint in zip(self._walks, self._constraints, strict=True):
-                if constraint is not None and not walk.is_tabled:
-                    walk.take(constraint.fork())
+            for draft, constraint in zip(self._drafts, self._constraints, strict=True):
+                if constraint is not None and not draft.is_tabled:
+                    draft.take(constraint.fork())
 
-    def _fill(self, walks: Sequence[Walk]) -> None:
+    def _fill(self, drafts: Sequence[RequestDraft]) -> None:
         self._wake()
         started = time.perf_counter()
-        self._filler.fill(walks)
+        self._filler.fill(drafts)
         self.fill_seconds += time.perf_counter() - started

@@ -39,61 +39,61 @@ class TabledTexts(NamedTuple):
 
 
 class TableStarts(NamedTuple):
-    """The texts of a batch that stand in one table: which requests, and in which states."""
+    """The texts of a batch that are in one table: which requests, and in which states."""
 
     requests: list[int]
     states: list[int]
 
 
-class TableWalk(NamedTuple):
-    """Where the texts of a step go along their tables while they are drafted, token by token.
+class TableAdvance(NamedTuple):
+    """The states of a step's texts in their tables while they are drafted, token by token.
 
-    cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and behind the last;
+    cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and after the last;
     zeros for texts without a table. sources: int64 [K + 1, R], see ``Lookahead.leave``.
 
-    Each place is written from the one before it, so that a step may be done again.
+    Each row of cursors is computed from the one before it, so that a step may be repeated.
     """
 
     cursors: Tensor
     sources: Tensor
 
     @classmethod
-    def of(cls, length: int, rows: int, device: torch.device) -> TableWalk:
+    def of(cls, length: int, rows: int, device: torch.device) -> TableAdvance:
         """Memory for ``length`` tokens of as many rows."""
         cursors = torch.zeros(length + 1, rows, CURSOR, dtype=torch.int64, device=device)
         return cls(cursors, cursors.new_zeros(length + 1, rows))
 
     def begin(self, cursors: Tensor) -> None:
-        """From here on they are those of ``TabledTexts``, int64 [B, 6]; rows behind have none."""
+        """Start from the cursors of ``TabledTexts``, int64 [B, 6]; further rows have no table."""
         count = len(cursors)
         self.cursors[0, :count].copy_(cursors, non_blocking=True)
         self.cursors[0, count:] = 0
         self.sources[0] = self.cursors[0, :, SOURCE]
 
-    def mask(self, place: int, out: Tensor, *, is_blank: bool = False) -> None:
-        """Copy the rows before token ``place`` to ``out``, int32 [B, W]; others' are left alone.
+    def mask(self, index: int, out: Tensor, *, is_blank: bool = False) -> None:
+        """Copy the rows before token ``index`` to ``out``, int32 [B, W]; others' are left alone.
 
         is_blank: others' forbid nothing.
         """
-        copy_rows(self.sources[place, : len(out)], out, is_blank=is_blank)
+        copy_rows(self.sources[index, : len(out)], out, is_blank=is_blank)
 
-    def append(self, place: int, token_ids: Tensor) -> None:
-        """Token ``place`` of each text is this one, int64 [B] target ids; -1 for none."""
+    def append(self, index: int, token_ids: Tensor) -> None:
+        """Token ``index`` of each text is this one, int64 [B] target ids; -1 for none."""
         count = len(token_ids)
-        cursors = self.cursors[place + 1, :count].copy_(self.cursors[place, :count])
-        advance(token_ids, cursors, self.sources[place + 1, :count])
+        cursors = self.cursors[index + 1, :count].copy_(self.cursors[index, :count])
+        advance(token_ids, cursors, self.sources[index + 1, :count])
 
 
-def launch_walk(words: int, device: torch.device) -> None:
-    """Launch each kernel that a walk over rows of ``words`` launches, for who compiles them ahead.
+def launch_table_rows(words: int, device: torch.device) -> None:
+    """Launch each kernel of ``TableAdvance`` for rows of ``words``, to compile them ahead.
 
-    A table may come at any time: the texts of that step would wait for them.
+    A table may come at any time: the texts of that step would wait for the compilation.
     """
-    walk = TableWalk.of(1, 1, device)
+    texts = TableAdvance.of(1, 1, device)
     rows = torch.empty(1, words, dtype=torch.int32, device=device)
     for is_blank in (False, True):
-        walk.mask(0, rows, is_blank=is_blank)
-    walk.append(0, torch.zeros(1, dtype=torch.int64, device=device))
+        texts.mask(0, rows, is_blank=is_blank)
+    texts.append(0, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 class _Held(NamedTuple):
@@ -123,11 +123,11 @@ def default_table_bytes(device: torch.device) -> int:
 
 
 class DeviceTables:
-    """The tables that running texts use, in the device's memory; the others go as room is needed.
+    """The tables that running texts use, in device memory; others are evicted as needed.
 
-    words: W. limit: bytes in all. Texts whose table finds no room beside those in use, or on the
+    words: W. limit: bytes in all. Texts whose table does not fit next to those in use, or on the
     device, have none.
-    prepare: what becomes of a table's rows, int32 [R, W], before they go there; None: nothing.
+    prepare: maps a table's rows, int32 [R, W], before they are stored; None: unchanged.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class DeviceTables:
     ) -> TabledTexts | None:
         """Of a batch of ``requests``, those whose tables are there, and from where they go on.
 
-        others: whether anybody else drafts under rows of the host's.
+        others: whether any other request drafts under rows of the host's.
 
-        None where there is none. What is evicted stays as it is as long as ``STEPS_IN_FLIGHT``
-        steps that were launched before may read it.
+        None where there is none. Evicted memory does not change as long as the last
+        ``STEPS_IN_FLIGHT`` launched steps may read it.
         """
         self._gone.append([])
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
@@ -170,7 +170,7 @@ class DeviceTables:
     def cursor(
         self, table: TokenTable, state: int, in_use: Container[TokenTable]
     ) -> NDArray[np.int64] | None:
-        """int64 [6]: a text in a state of a table, see ``ops.table_rows``; None without room.
+        """int64 [6]: a text in a state of a table, see ``ops.table_rows``; None if it cannot fit.
 
         in_use: tables that must stay.
         """
@@ -192,7 +192,7 @@ class DeviceTables:
         return held
 
     def _evict(self, size: int, wanted: Container[TokenTable]) -> bool:
-        """Whether there is room for so many bytes; what nobody wants goes for it, if that helps."""
+        """Whether so many bytes fit; tables that are not wanted are evicted if that helps."""
         if self._left >= size:
             return True
         spare = [table for table in self._held if table not in wanted]
@@ -208,7 +208,7 @@ class DeviceTables:
         return True
 
     def _hold(self, table: TokenTable, size: int) -> _Held:
-        assert table.rows.shape[1] == self._words  # else kernels would read what lies behind
+        assert table.rows.shape[1] == self._words  # else kernels would read out of bounds
         classes, then = self._upload(table.classes), self._upload(table.then)
         rows = self._upload(table.rows)
         if self._prepare is not None:
@@ -222,9 +222,9 @@ class DeviceTables:
         return _Held(size, (classes, then, rows, row_at), cursors)
 
     def _upload(self, part: NDArray[Any]) -> Tensor:
-        """A copy on the device, behind what was launched on the current stream; not waited for.
+        """A copy on the device, ordered on the current stream; not waited for.
 
-        Whoever reads it is launched on that stream too, or waits for it.
+        Its readers must run on that stream too, or wait for it.
         """
         if self._device.type != "cuda":
             return torch.tensor(part)
@@ -240,7 +240,7 @@ class XGrammarBatch:
     """One native loop instead of one of Python's. Used by one thread at a time.
 
     The interpreter is free for other threads until the last row is filled. xgrammar's own threads
-    stay out of it: it starts them anew for every call, and hands out single rows under a lock.
+    are not used: it starts new ones for every call, and takes a lock for each row.
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class MaskBlock:
         self._copies: list[torch.cuda.Event] = []
 
     def clear(self) -> None:
-        """Forget what was filled. Waits for the copies that are still under way."""
+        """Forget what was filled. Waits for the copies that are still running."""
         for copied in self._copies:
             copied.synchronize()
         self._copies.clear()
@@ -290,7 +290,7 @@ class MaskBlock:
         self._is_filled[:] = False
 
     def hold(self, copied: torch.cuda.Event) -> None:
-        """A copy from here is under way: the next ``clear`` waits for its event."""
+        """A copy from here is running: the next ``clear`` waits for its event."""
         self._copies.append(copied)
 
     def fill(self, matcher: RowSource, row: int) -> None:
@@ -333,7 +333,7 @@ class MaskBlock:
         return [start + row * size for row in rows]
 
     def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if given."""
+        """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if passed."""
         for row in rows:
             self.row(row)
         return torch.index_select(self._rows, 0, torch.tensor(rows), out=out)
@@ -346,17 +346,17 @@ class MaskBlock:
 
 
 class Uploaded(NamedTuple):
-    """Rows on the device, and the event behind which their host memory may change again."""
+    """Rows on the device, and the event after which their host memory may change again."""
 
     rows: Tensor
     copied: torch.cuda.Event
 
 
 class MaskUpload:
-    """Memory for [requests, depths] rows on the device; it stays where it is for good.
+    """Memory for [requests, depths] rows on the device, at a fixed address.
 
     So a CUDA graph may read from it: the rows of as many requests and depths lie at the same
-    address in every step. It is written again in the next step, behind whatever was launched on the
+    address in every step. The next step overwrites it, after everything that was launched on the
     current stream before ``begin``.
     """
 
@@ -374,7 +374,7 @@ class MaskUpload:
         """Start a step: what was launched so far still reads the last step's rows."""
         self._is_read.record(torch.cuda.current_stream(self._device))
 
-    def place(self, requests: int, depths: int) -> Tensor:
+    def verify_buffer(self, requests: int, depths: int) -> Tensor:
         """[requests, depths, W] to be written, where ``verify_rows`` would leave others."""
         return self._rows[: requests * depths].view(requests, depths, -1)
 
@@ -385,7 +385,7 @@ class MaskUpload:
     def verify_rows(self, rows: Tensor, requests: int) -> Uploaded:
         """Pinned int32 [depths * requests, W] to the device, as [requests, depths, W].
 
-        The copy runs on a stream of its own, beside the forward; the current stream waits for it.
+        The copy overlaps the forward, on its own stream; the current stream waits for it.
         """
         depths, words = len(rows) // requests, rows.shape[1]
         found = self._rows[: len(rows)].view(requests, depths, words)
@@ -424,8 +424,8 @@ class MaskRows:
 
     In memory all requests' rows of one depth lie together, so that both what a drafter asks for
     (one depth) and what the verifier asks for (the first depths) is one contiguous piece. For a
-    CUDA device the memory is pinned, the copies do not block the host, and there are two blocks of
-    it in turn: a step begins while the last one's rows may still be on their way.
+    CUDA device the memory is pinned, the copies do not block the host, and two blocks of it
+    alternate: a step begins while the last one's rows may still be copied.
 
     table_bytes: what the tables of running texts may take on the device, see ``tables``.
     """
@@ -458,7 +458,7 @@ class MaskRows:
         What ``first`` and ``at_depths`` returned in the step before may change from here on, for
         whatever is launched later.
         """
-        self.settle()
+        self.synchronize()
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)
@@ -467,15 +467,15 @@ class MaskRows:
         if self._upload is not None:
             self._upload.begin()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the thread that still fills rows of a step that raised."""
         if self._filling is not None:
             self._filling.exception()
             self._filling = None
 
-    def fill_beside(self, fill: Callable[[], None]) -> Future[None]:
+    def fill_overlapped(self, fill: Callable[[], None]) -> Future[None]:
         """Run ``fill``, which fills rows of this step, on another thread."""
-        self._filling = _beside().submit(fill)
+        self._filling = _fill_thread().submit(fill)
         return self._filling
 
     def fill(self, matcher: RowSource, request: int, depth: int) -> None:
@@ -483,13 +483,13 @@ class MaskRows:
         self._block.fill(matcher, self._at(request, depth))
 
     def fill_many(
-        self, batch: XGrammarBatch, matchers: Sequence[Any], places: Sequence[tuple[int, int]]
+        self, batch: XGrammarBatch, matchers: Sequence[Any], cells: Sequence[tuple[int, int]]
     ) -> None:
-        """Fill the row at ``places[i]``, (request, depth), from matcher i, for all i, in one call.
+        """Fill the row at ``cells[i]``, (request, depth), from matcher i, for all i, in one call.
 
         All the matchers are xgrammar's own.
         """
-        rows = [depth * self._active + request for request, depth in places]
+        rows = [depth * self._active + request for request, depth in cells]
         self._block.fill_many(batch, matchers, rows)
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
@@ -503,8 +503,7 @@ class MaskRows:
     def at_depths(self, depths: Sequence[int | None]) -> Tensor:
         """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None.
 
-        On a CUDA device it is the same memory at every call: whoever needs the rows for longer
-        copies them.
+        On a CUDA device it is the same memory at every call: copy the rows to keep them longer.
         """
         assert len(depths) == self._active
         asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
@@ -518,29 +517,28 @@ class MaskRows:
             sent = self._upload.next_rows(rows)
             self._block.hold(sent.copied)
             return sent.rows
-        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        numbers = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
         if self._upload is None:
-            return self._block.gather(places)
+            return self._block.gather(numbers)
         staged = self._upload.stage(len(depths))
-        self._block.gather(places, staged)
+        self._block.gather(numbers, staged)
         return self._upload.next_rows(staged).rows
 
-    def addresses(self, places: Sequence[tuple[int, int]], count: int) -> list[int]:
-        """Where the filled rows at ``places``, (request, depth), lie on the host: [count].
+    def addresses(self, cells: Sequence[tuple[int, int]], count: int) -> list[int]:
+        """Where the filled rows at ``cells``, (request, depth), lie on the host: [count].
 
-        By request; the others' forbid nothing. Whoever reads there has to be done before the next
-        ``clear`` but one.
+        By request; the others' forbid nothing. They are valid until the second ``clear`` from now.
         """
         rows = [self._none] * count
-        for request, depth in places:
+        for request, depth in cells:
             rows[request] = depth * self._active + request
         return self._block.addresses(rows)
 
     def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.
 
-        sources: int64 [D, requests or more] there, addresses of rows that take the place of the
-        first D; 0 leaves a row as it is.
+        sources: int64 [D, requests or more] there, addresses of rows that replace the first D; 0
+        leaves a row as it is.
 
         Contiguous; on a CUDA device at the same address for the same two numbers.
         """
@@ -552,7 +550,7 @@ class MaskRows:
         elif is_filled:
             found = self._sent(requests, depths)
         else:
-            found = self._upload.place(requests, depths)
+            found = self._upload.verify_buffer(requests, depths)
         copy_rows(sources[:depths, :requests].T, found, is_blank=not is_filled)
         return found
 
@@ -575,7 +573,7 @@ class MaskRows:
         return depth * self._active + request
 
     def _common(self, depths: Sequence[int | None]) -> int | None:
-        """The one depth asked for, if the rows of all who ask for none are untouched there."""
+        """The one depth asked for, if the rows of requests without one are untouched there."""
         asked = {depth for depth in depths if depth is not None}
         if len(asked) != 1:
             return None
@@ -590,5 +588,5 @@ def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
 
 
 @once_per_process
-def _beside() -> ThreadPoolExecutor:
+def _fill_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

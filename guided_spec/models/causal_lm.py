@@ -144,7 +144,7 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
     kernels: Kernels = "auto",
     form: PackedForm | Literal["find"] | None = "find",
     num_blocks: int | None = None,
-    blocks: Blocks | None = None,
+    shared_blocks: Blocks | None = None,
     width: int = 1,
     longest_draft: int = LONGEST_DRAFT,
     window: CaptureWindow | None = None,
@@ -155,7 +155,7 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
         masks and positions (docs/models.md).
     form: its packed form for this ``max_length``, found before; None for none.
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
-    blocks: of another model that keeps the same texts and owns them; None makes own ones.
+    shared_blocks: of another model that keeps the same texts and owns them; None makes own ones.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
     longest_draft: tokens of a row that ``commit`` may keep in part, where a packed form has a
@@ -179,10 +179,10 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
     return LineLM(
         model,
         found,
-        blocks or Blocks(num_slots, max_length, model.device, num_blocks),
+        shared_blocks or Blocks(num_slots, max_length, model.device, num_blocks),
         num_slots=num_slots,
         max_length=max_length,
-        is_guest=blocks is not None,
+        is_guest=shared_blocks is not None,
         longest_draft=longest_draft,
         width=width,
         graphs=GraphPool(model.device, window) if is_padded else None,

@@ -32,7 +32,7 @@ FP8_KIND = "F8_E4M3"  # what safetensors calls it
 MOST_NAMES = 8
 
 # What layouts call the number of modules in config.json, and how their tensors' names begin;
-# DeepSeek's stand behind the layers of the target, whose number is filled in.
+# DeepSeek's come after the layers of the target, whose number is filled in.
 COUNTS = {
     "mtp_num_hidden_layers": "mtp.",
     "num_nextn_predict_layers": "model.layers.{}.",
@@ -44,9 +44,9 @@ Fetch = Callable[[str], Path | None]
 
 
 class Checkpoint:
-    """Named tensors and the config.json beside them; made by ``open``.
+    """Named tensors and the config.json next to them; made by ``open``.
 
-    source: what errors name: the argument and the folder or hub id that it was given.
+    source: what errors name: the argument, and the folder or hub id in it.
     config: config.json, parsed.
     names: every tensor there is; known without reading the data of one. files: where each is.
     """
@@ -69,7 +69,7 @@ class Checkpoint:
         source: a folder, or a hub id such as "org/name". The weights are looked for as
             model.safetensors, its index with shards, pytorch_model.bin, its index with shards.
         revision: branch, tag or commit on the hub; a folder has none.
-        argument: what errors are to call it, as who gave it does.
+        argument: its name in errors, as the caller knows it.
 
         From the hub, only config.json and the index are fetched here; a checkpoint without an
         index is one file, which is fetched whole. Raises ModelError, naming the source, for a
@@ -290,7 +290,7 @@ def _write_weights(
 ) -> dict[str, str]:
     """The weight map of what is written; own: the target's tensors that are left out."""
     files = {name: file for name, file in source.files.items() if name not in own}
-    # Loaders take a model.safetensors for all there is, beside an index or not.
+    # Loaders take a model.safetensors for all there is, with an index or without.
     renamed = {file: _shard(number) for number, file in enumerate(sorted(set(files.values())), 1)}
     for file, name in renamed.items():
         if any(source.files[tensor] == file for tensor in own):

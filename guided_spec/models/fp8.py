@@ -306,7 +306,7 @@ def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) ->
     }
     unpaired = sorted({f"{module}.weight" for module in scales} ^ set(in_fp8))
     if unpaired:
-        pair = f"weights in float8_e4m3fn beside {' or '.join(SCALES)}"
+        pair = f"weights in float8_e4m3fn with {' or '.join(SCALES)}"
         at = unpaired[0].removesuffix(".weight")
         problem = f"expected {pair}, found one without the other at {at!r}"
         raise ModelError(f"{source}: {problem}; the checkpoint is broken")

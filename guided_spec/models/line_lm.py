@@ -93,13 +93,13 @@ class LineLM:
         token_ids: Tensor,
         rows: Rows,
         hidden_layers: tuple[int, ...] = (),
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> LineOutput:
         """``forward`` of tokens int64 [N], those of ``rows`` in turn.
 
         See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
         """
-        return self._packed.forward_line(token_ids, rows, hidden_layers, beside)
+        return self._packed.forward_line(token_ids, rows, hidden_layers, overlapped)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def load_model(
         Apple's MPS, then takes the CPU.
     device_map: spread the layers over devices instead, as accelerate does ("auto").
     tp_plan: split each layer over the processes of torchrun instead ("auto").
-    argument: what errors are to call it, as who gave it does.
+    argument: its name in errors, as the caller knows it.
     options: further arguments of ``from_pretrained``: attn_implementation, revision,
         trust_remote_code, quantization_config, ... Of an adapter, the revision is the adapter's.
 

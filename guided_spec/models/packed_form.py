@@ -20,7 +20,7 @@ from guided_spec.models.packed.packed_lm import PackedLM
 from guided_spec.models.slot_lm import stock_slots
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.kernels import has_triton
 
@@ -117,7 +117,7 @@ class PackedForm(NamedTuple):
 
 
 def _joined(memory: Sequence[KeyValues | None], states: Sequence[DeltaStates]) -> list[LayerStates]:
-    """[L]: the memory of each layer, and the states in the places of those that have none."""
+    """[L]: the memory of each layer, or its states where it has none."""
     left = iter(states)
     return [next(left) if kept is None else kept for kept in memory]
 
@@ -144,12 +144,12 @@ def _can_be_captured(
     ids = torch.tensor(PROBE, device=device)
     steps = torch.arange(len(PROBE), device=device)
     rows = torch.tensor([[0], [0], [len(PROBE)]], device=device)
-    places = SlotPlaces(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
+    index = SlotIndex(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
     try:
-        decoder.forward(ids, places, memory)
+        decoder.forward(ids, index, memory)
         if device.type == "cuda":  # the first one may have waited to set up libraries
             with refusing_waits():
-                decoder.forward(ids, places, memory)
+                decoder.forward(ids, index, memory)
     except ModelError:  # of the attention over slots, for what it does not support
         return False
     except RuntimeError as error:

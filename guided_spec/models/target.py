@@ -215,8 +215,8 @@ def capture_hidden(decoder: nn.Module, layers: Sequence[int]) -> Iterator[list[T
     """
     captured: list[Tensor] = [torch.empty(0)] * len(layers)
     with ExitStack() as stack:
-        for place, layer in enumerate(layers):
-            stack.enter_context(_hook(decoder, layer, captured, place))
+        for index, layer in enumerate(layers):
+            stack.enter_context(_hook(decoder, layer, captured, index))
         yield captured
 
 
@@ -227,7 +227,7 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
             raise ModelError(f"hidden layer {layer}: the model has {num_layers} layers")
 
 
-def _hook(decoder: nn.Module, layer: int, captured: list[Tensor], place: int) -> Any:
+def _hook(decoder: nn.Module, layer: int, captured: list[Tensor], index: int) -> Any:
     modules = getattr(decoder, "layers", None)
     if not isinstance(modules, nn.ModuleList):
         kind = type(decoder).__name__
@@ -235,10 +235,10 @@ def _hook(decoder: nn.Module, layer: int, captured: list[Tensor], place: int) ->
     check_layers([layer], len(modules))
 
     def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured[place] = args[0] if args else kwargs["hidden_states"]
+        captured[index] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_: nn.Module, __: Any, output: Any) -> None:
-        captured[place] = output if isinstance(output, Tensor) else output[0]
+        captured[index] = output if isinstance(output, Tensor) else output[0]
 
     if layer == -1:
         return decoder.register_forward_hook(keep_output)

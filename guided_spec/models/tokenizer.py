@@ -22,7 +22,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
 
-    argument: what errors are to call it, as who gave it does.
+    argument: its name in errors, as the caller knows it.
     options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """

@@ -3,7 +3,7 @@
 Models are run by what transformers keeps inside: its caches, masks and attention interfaces. A
 minor version may change these. Each model is tried where it is loaded, and refused if it would
 write other texts, so such a version is warned about. The next major version is refused: pip does
-not install it beside this package, and imports would fail one by one.
+not install it with this package, and imports would fail one by one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_transformers() -> None:
 def name_of_cache(forward: Callable[..., Any]) -> str | None:
     """The argument by which ``forward`` takes its keys and values; None: it names none.
 
-    Code that a checkpoint brings along may keep the old name with a new transformers.
+    Code in a checkpoint may keep the old name with a new transformers.
     """
     arguments = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in arguments), None)

@@ -1,4 +1,4 @@
-"""The gated delta rule over slots: linear attention whose text is one state, for lines of tokens.
+"""The gated delta rule over slots: linear attention that keeps one state a text.
 
 A token with key k, value v, decay a in (0, 1] and step b moves the state S [K, V] of a head to
 
@@ -8,10 +8,10 @@ and its query reads S'^T q. Yang, Kautz and Hatamizadeh, "Gated delta networks: 
 with delta rule" (2024, arXiv:2412.06464). Queries, keys and values come from a causal convolution
 over the last few tokens, and what is read is normed and gated, as in Qwen3-Next and Qwen3.5.
 
-A token that is folded into a state cannot be cut off behind it. So a state stands still before the
-tokens of the last forward, whose projections are kept beside it, and the next forward says by its
-first position how many of them stay: these are folded in first. Nothing has to be done between
-forwards, and going back costs as many numbers as the tokens have, not a state each.
+A token that was folded into a state cannot be taken out again. So the state stays before the tokens
+of the last forward, whose projections are kept next to it. The next forward's first position says
+how many of them stay: these are folded in first. Nothing has to be done between forwards, and a
+rollback costs as many numbers as the tokens have, not a state each.
 
 The torch code here is the definition; on CUDA, ``guided_spec.ops.delta_rule_triton`` runs.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.attention.slot_attention import SlotPlaces
+from guided_spec.ops.attention.slot_attention import SlotIndex
 from guided_spec.ops.host import zeros_on_demand
 from guided_spec.ops.kernels import has_triton, kernels_of
 
@@ -48,7 +48,7 @@ class DeltaShape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """C: of the convolution. Queries, then keys, then values, a head behind the other."""
+        """C: of the convolution. Queries, then keys, then values, head after head."""
         return 2 * self.keys * self.key_size + self.values * self.value_size
 
 
@@ -84,9 +84,9 @@ class DeltaLayer(NamedTuple):
 class DeltaStates(NamedTuple):
     """What a layer keeps of the texts in its slots.
 
-    state: float32 [num_slots, Hv, K, V], behind the first ``extent[slot, 0]`` tokens of each text.
+    state: float32 [num_slots, Hv, K, V], after the first ``extent[slot, 0]`` tokens of each text.
     recent: [num_slots, R, C + 2 * Hv], the kept columns of the last tokens: those of position p in
-        place p % R. extent: int64 [num_slots, 2], beside the length how many tokens behind it are
+        entry p % R. extent: int64 [num_slots, 2], that length, and how many tokens after it are
         in ``recent`` that may stay.
     """
 
@@ -102,11 +102,11 @@ class DeltaStates(NamedTuple):
 
         like: of the dtype and device of the projections.
         """
-        width, places = shape.channels + 2 * shape.values, longest_draft + shape.taps - 1
+        width, entries = shape.channels + 2 * shape.values, longest_draft + shape.taps - 1
         size = (num_slots, shape.values, shape.key_size, shape.value_size)
         return cls(
             zeros_on_demand(like.float(), size),
-            zeros_on_demand(like, (num_slots, places, width)),
+            zeros_on_demand(like, (num_slots, entries, width)),
             like.new_zeros(num_slots, 2, dtype=torch.int64),
         )
 
@@ -115,18 +115,16 @@ class DeltaStates(NamedTuple):
         return self.recent.shape[1] - shape.taps + 1
 
 
-def gated_delta(
-    packed: Tensor, layer: DeltaLayer, states: DeltaStates, places: SlotPlaces
-) -> Tensor:
+def gated_delta(packed: Tensor, layer: DeltaLayer, states: DeltaStates, index: SlotIndex) -> Tensor:
     """[N, Hv * V]: what each token reads, normed and gated, in the dtype of ``packed``.
 
     packed: [N, X], the projections of the tokens, rows contiguous; ``layer.columns`` says what
-        lies where. states: changed in place. places: see ``SlotPlaces``; slots have one row each.
+        lies where. states: modified. index: see ``SlotIndex``; slots have one row each.
 
-    A row that starts at position s stands behind the first s tokens of its slot's text: of the
-    tokens that the slot's last row had, those before s stay. It may start anywhere in that row or
-    behind it, if it had no more than ``DeltaStates.longest_draft`` tokens; behind it if it had. A
-    row that starts at 0 is a new text. The outputs of unused tokens are 0.
+    A row that starts at position s continues the first s tokens of its slot's text: of the tokens
+    of the slot's last row, those before s stay. It may start anywhere in that row or after it, if
+    that row had at most ``DeltaStates.longest_draft`` tokens; only after it if it had more. A row
+    that starts at 0 is a new text. The outputs of unused tokens are 0.
 
     States and sums are float32, in the rounding of transformers' modules. For inference: it has no
     gradient. Never waits for the device where a kernel runs. Raises ConfigError for shapes that do
@@ -134,14 +132,14 @@ def gated_delta(
     """
     _check(packed, layer, states)
     if packed.is_cuda and has_triton():
-        found: Tensor = kernels_of(__name__).gated_delta(packed, layer, states, places)
+        found: Tensor = kernels_of(__name__).gated_delta(packed, layer, states, index)
         return found
     read = packed.new_zeros(len(packed), layer.shape.values, layer.shape.value_size)
-    for rows in _rows_of(places):
+    for rows in _rows_of(index):
         history = _history(layer, states, rows, packed)
         mixed = _convolved(history, layer)
         kept, gates = mixed[:, -rows.width :], history[:, -rows.width :, layer.shape.channels :]
-        state = _behind_what_stays(layer, states, rows)
+        state = _states_before(layer, states, rows)
         found, last = _fold(_Tokens.of(kept, gates, layer), state)
         stays = rows.width > states.longest_draft(layer.shape)
         states.state[rows.slots] = last if stays else state
@@ -170,15 +168,15 @@ class _Rows(NamedTuple):
         return self.starts.unsqueeze(1) + steps
 
 
-def _rows_of(places: SlotPlaces) -> list[_Rows]:
+def _rows_of(index: SlotIndex) -> list[_Rows]:
     first, by_width = 0, dict[int, list[tuple[int, int, int]]]()
-    for slot, start, end in places.rows.T.tolist():
+    for slot, start, end in index.rows.T.tolist():
         if slot >= 0 and end > first:
             by_width.setdefault(end - first, []).append((slot, start, first))
         first = max(first, end)
     found = []
     for width, rows in by_width.items():
-        slots, starts, firsts = torch.tensor(rows, device=places.rows.device).T
+        slots, starts, firsts = torch.tensor(rows, device=index.rows.device).T
         steps = torch.arange(width, device=firsts.device)
         found.append(_Rows(slots, starts, firsts.unsqueeze(1) + steps))
     return found
@@ -211,13 +209,13 @@ def _recent(states: DeltaStates, rows: _Rows, positions: Tensor) -> Tensor:
 
 
 def _convolved(history: Tensor, layer: DeltaLayer) -> Tensor:
-    """[G, n, C], behind the first taps - 1 of [G, taps - 1 + n, C + 2 * Hv]."""
+    """[G, n, C], after the first taps - 1 of [G, taps - 1 + n, C + 2 * Hv]."""
     windows = history[..., : layer.shape.channels].unfold(1, layer.shape.taps, 1)
     summed = (windows.float() * layer.taps.float()).sum(-1).to(history.dtype)
     return silu(summed)
 
 
-def _behind_what_stays(layer: DeltaLayer, states: DeltaStates, rows: _Rows) -> Tensor:
+def _states_before(layer: DeltaLayer, states: DeltaStates, rows: _Rows) -> Tensor:
     """float32 [G, Hv, K, V]: the rows' states, before their first tokens."""
     shape, (lengths, held) = layer.shape, states.extent[rows.slots].T
     is_new = rows.starts == 0
@@ -278,7 +276,7 @@ def _normed(heads: Tensor) -> Tensor:
 
 
 def _fold(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """([G, T, Hv, V] what the tokens read, the state [G, Hv, K, V] behind all of them)."""
+    """([G, T, Hv, V] what the tokens read, the state [G, Hv, K, V] after all of them)."""
     read = []
     for at in range(0, tokens.key.shape[1], CHUNK):
         found, state = _fold_chunk(tokens.chunk(at), state)
@@ -289,7 +287,7 @@ def _fold(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 def _fold_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same of [G, Hv, n, ...], without a step for each token.
 
-    With d the decay summed up, the state behind token t is e^d_t S + sum over i <= t of
+    With d the decay summed up, the state after token t is e^d_t S + sum over i <= t of
     e^(d_t - d_i) k_i u_i^T, where u_t = b_t (v_t - a_t S_(t-1)^T k_t). Put into one another, these
     are triangular equations for all u.
     """
@@ -307,12 +305,12 @@ def _fold_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _keep(states: DeltaStates, rows: _Rows, history: Tensor, *, stays: bool) -> None:
     """The projections of the last tokens; stays: all of the rows' own, which are folded in."""
-    width, places = rows.width, states.recent.shape[1]
-    count = min(width, places)
+    width, entries = rows.width, states.recent.shape[1]
+    count = min(width, entries)
     positions = (rows.starts + width).unsqueeze(1) + torch.arange(
         -count, 0, device=rows.starts.device
     )
-    states.recent[rows.slots.unsqueeze(1), positions % places] = history[:, -count:]
+    states.recent[rows.slots.unsqueeze(1), positions % entries] = history[:, -count:]
     lengths, held = (rows.starts + width, 0) if stays else (rows.starts, width)
     states.extent[rows.slots, 0] = lengths
     states.extent[rows.slots, 1] = held

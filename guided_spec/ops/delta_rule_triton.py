@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.attention.slot_attention import SlotPlaces
+from guided_spec.ops.attention.slot_attention import SlotIndex
 from guided_spec.ops.delta_rule import NORM_EPS, DeltaLayer, DeltaStates
 from guided_spec.ops.launch_triton import await_previous, launch
 
@@ -24,9 +24,7 @@ HEADS = 4  # of one token in a program
 ONE_BY_ONE, CHUNK = 16, 16
 
 
-def gated_delta(
-    packed: Tensor, layer: DeltaLayer, states: DeltaStates, places: SlotPlaces
-) -> Tensor:
+def gated_delta(packed: Tensor, layer: DeltaLayer, states: DeltaStates, index: SlotIndex) -> Tensor:
     """See ``guided_spec.ops.delta_rule.gated_delta``; the arguments on one CUDA device.
 
     What the states hold is read early: between two calls with the same ones lies another launch, as
@@ -38,9 +36,9 @@ def gated_delta(
     read, gated = packed.new_empty(count, size), packed.new_empty(count, size)
     if count == 0:
         return gated
-    tokens, rows, columns = places.tokens.contiguous(), places.rows.contiguous(), layer.columns
-    num_rows, (_, kept_places, width) = rows.shape[1], states.recent.shape
-    kept = (states.recent, kept_places, width)
+    tokens, rows, columns = index.tokens.contiguous(), index.rows.contiguous(), layer.columns
+    num_rows, (_, num_entries, width) = rows.shape[1], states.recent.shape
+    kept = (states.recent, num_entries, width)
     line = (packed, packed.stride(0), columns.kept)
     value_block = min(max(_power(shape.value_size), 16), COLUMNS)
     sizes = (shape.keys, shape.values, shape.key_size, shape.value_size, shape.taps)
@@ -81,7 +79,7 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
     packed_row,
     columns,
     recent,
-    places,
+    entries,
     width,
     taps,
     mixed,
@@ -108,8 +106,8 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
         is_in_line = _follows(tokens, count, token, lag, slot, position)
         is_kept = (slot >= 0) & (position >= lag) & (is_in_line == 0)
         here = channel < tl.where(is_kept, channels, 0)
-        place = slot * places + (position - lag) % places
-        x = tl.load(recent + place * width + channel, mask=here, other=0.0)
+        entry = slot * entries + (position - lag) % entries
+        x = tl.load(recent + entry * width + channel, mask=here, other=0.0)
         weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
         total += x.to(tl.float32) * weight.to(tl.float32)
     await_previous(IS_DEPENDENT)
@@ -126,7 +124,7 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit
 def _follows(tokens, count, token, lag, slot, position):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """Whether the token ``lag`` places before in the line is so many before in the text too."""
+    """Whether the token ``lag`` before this one in the batch is also ``lag`` before in the text."""
     before = token - lag
     other_slot = tl.load(tokens + before, mask=before >= 0, other=-2)
     other_position = tl.load(tokens + count + before, mask=before >= 0, other=-2)
@@ -141,13 +139,13 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _recalled(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    recent, places, width, taps, position, channel, end, TAPS: tl.constexpr
+    recent, entries, width, taps, position, channel, end, TAPS: tl.constexpr
 ):
     """The convolution at a position that is kept, float32 of some channels before ``end``."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         before = position - (TAPS - 1 - tap)
-        source = recent + (before % places) * width + channel
+        source = recent + (before % entries) * width + channel
         x = tl.load(source, mask=channel < tl.where(before >= 0, end, 0), other=0.0)
         weight = tl.load(taps + channel * TAPS + tap, mask=channel < end, other=0.0)
         total += x.to(tl.float32) * weight.to(tl.float32)
@@ -157,7 +155,7 @@ def _recalled(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit
 def _fold(state, key, value, step, decay, rate, bias, step_scale, eps):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """The state behind one token; step and decay as they were projected."""
+    """The state after one token; step and decay as they were projected."""
     key *= tl.div_rn(1.0, tl.sqrt_rn(tl.sum(key * key, 0) + eps))
     state *= tl.exp(_decay(decay, rate, bias))
     moved = _opened(step) * step_scale * (value - tl.sum(state * key[:, None], 0))
@@ -188,7 +186,7 @@ def _whole(heads, eps):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fold_chunk(state, query, key, value, step, decay, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """(The state behind some tokens, what they read): see ``delta_rule._fold_chunk``.
+    """(The state after some tokens, what they read): see ``delta_rule._fold_chunk``.
 
     A token that is none has neither step nor decay, and a key of zeros.
     """
@@ -242,7 +240,7 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     packed_row,
     columns,
     recent,
-    places,
+    entries,
     width,
     taps,
     mixed,
@@ -305,11 +303,11 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         held = tl.load(extent + 2 * slot + 1)
         staying = tl.minimum(tl.maximum(start - length, 0), held)
         staying = tl.where(start > 0, staying, 0)
-        kept = recent + slot * places * width
+        kept = recent + slot * entries * width
         for position in range(length, length + staying):
-            source = kept + (position % places) * width + channels + head
-            key = _recalled(kept, places, width, taps, position, of_key, key_end, TAPS)
-            value = _recalled(kept, places, width, taps, position, of_value, value_end, TAPS)
+            source = kept + (position % entries) * width + channels + head
+            key = _recalled(kept, entries, width, taps, position, of_key, key_end, TAPS)
+            value = _recalled(kept, entries, width, taps, position, of_value, value_end, TAPS)
             step, decay = tl.load(source), tl.load(source + VALUES)
             state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
         await_previous(IS_DEPENDENT)
@@ -367,7 +365,7 @@ def _keep_and_gate(  # type: ignore[no-untyped-def] # noqa: PLR0913
     packed_row,
     kept_columns,
     recent,
-    places,
+    entries,
     width,
     gate_columns,
     read,
@@ -414,16 +412,16 @@ def _keep_and_gate(  # type: ignore[no-untyped-def] # noqa: PLR0913
         at = (part - groups) * BLOCK + tl.arange(0, BLOCK)
         slot = tl.load(tokens + token)
         position = tl.load(tokens + count + token)
-        # Where the row has more tokens than there are places, the last ones stay.
-        later = token + places
+        # Where the row has more tokens than fit in ``recent``, the last ones stay.
+        later = token + entries
         later_slot = tl.load(tokens + later, mask=later < count, other=-2)
         later_position = tl.load(tokens + count + later, mask=later < count, other=-2)
-        is_replaced = (later_slot == slot) & (later_position == position + places)
+        is_replaced = (later_slot == slot) & (later_position == position + entries)
         if (slot >= 0) & (is_replaced == 0):
             column = tl.load(kept_columns + at, mask=at < width, other=0)
             found = tl.load(packed + token * packed_row + column, mask=at < width, other=0.0)
-            place = slot * places + position % places
-            tl.store(recent + place * width + at, found, mask=at < width)
+            entry = slot * entries + position % entries
+            tl.store(recent + entry * width + at, found, mask=at < width)
     if (token < num_rows) & (part == 0):
         slot = tl.load(rows + token)
         start = tl.load(rows + num_rows + token)
@@ -455,12 +453,12 @@ def _gate(  # type: ignore[no-untyped-def] # noqa: PLR0913
     inside = (head < VALUES)[:, None] & (at_value < VALUE_SIZE)[None, :]
     column = tl.load(columns + at, mask=inside, other=0)
     gate = tl.load(line + column, mask=inside, other=0.0)
-    place = token * (VALUES * VALUE_SIZE) + at
-    states = tl.load(read + place, mask=inside & (head < used)[:, None], other=0.0)
+    element = token * (VALUES * VALUE_SIZE) + at
+    states = tl.load(read + element, mask=inside & (head < used)[:, None], other=0.0)
     wide = states.to(tl.float32)
     root = tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUE_SIZE + eps)
     normed = (wide * tl.div_rn(1.0, root)[:, None]).to(states.dtype)
     weight = tl.load(norm + at_value, mask=at_value < VALUE_SIZE, other=0.0)
     result = (normed.to(tl.float32) * weight.to(tl.float32)[None, :]).to(states.dtype)
     result = result.to(tl.float32) * _silu(gate)
-    tl.store(gated + place, result.to(gated.dtype.element_ty), mask=inside)
+    tl.store(gated + element, result.to(gated.dtype.element_ty), mask=inside)

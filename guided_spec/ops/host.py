@@ -43,7 +43,7 @@ class Download:
         return self._host
 
 
-def give_way() -> None:
+def yield_cpu() -> None:
     """Let other threads of this process go on: half a microsecond where none wants to.
 
     ``time.sleep(0)`` waits for a timer since Python 3.11, which takes 75. ``os.sched_yield`` keeps
@@ -79,7 +79,7 @@ def to_device(
 
 
 def pad_ids(rows: Sequence[Sequence[int]], width: int, filler: int = 0) -> Tensor:
-    """int64 [B, width] on the host, ``filler`` behind each row."""
+    """int64 [B, width] on the host, ``filler`` after each row."""
     padded = [[*row, *[filler] * (width - len(row))] for row in rows]
     return host_integers(padded).view(len(padded), width)
 

@@ -1,10 +1,10 @@
-"""How kernels are launched: behind the one before them, or compiled ahead, many at a time.
+"""How kernels are launched: as dependents of the previous one, or compiled ahead, many at a time.
 
-A kernel launched behind another is set up while its predecessor runs; it waits until all before it
-is done and seen, and then lets its own successor be set up. Every kernel that is launched so must
-wait: then whoever waits for one has waited for all before it. Meanwhile it may look up what was
-written at least two launches before, since its predecessor has waited for that: where its rows are,
-or weights. (CUDA C++ programming guide, "Programmatic dependent launch and synchronization".)
+A dependent kernel is set up while its predecessor runs; it waits until all kernels before it are
+done and their writes visible, and then lets its own successor be set up. Every kernel launched so
+must wait: then waiting for one is waiting for all before it. Meanwhile it may read what was written
+at least two launches before, since its predecessor has waited for that: where its rows are, or
+weights. (CUDA C++ programming guide, "Programmatic dependent launch and synchronization".)
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ _AHEAD: ContextVar[Ahead | None] = ContextVar("compiled ahead", default=None)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], behind: Tensor | None = None
+    kernel: Any, grid: tuple[int, ...], after: Tensor | None = None
 ) -> Callable[..., object]:
-    """What launches ``kernel`` over ``grid``: to be called with the kernel's arguments.
+    """A launcher of ``kernel`` over ``grid``, to be called with the kernel's arguments.
 
-    behind: any argument of a kernel that begins with ``await_previous``; None for others. It also
-    settles IS_DEPENDENT.
+    after: any argument of a kernel that begins with ``await_previous``; None for others. It also
+    sets IS_DEPENDENT.
     """
     options: dict[str, Any] = {}
-    if behind is not None:
-        is_dependent = behind.is_cuda and _is_served(behind.get_device())
+    if after is not None:
+        is_dependent = after.is_cuda and _is_served(after.get_device())
         options["IS_DEPENDENT"] = is_dependent
         if is_dependent:
             options["launch_pdl"] = True
@@ -100,14 +100,13 @@ def launch(
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
+    """Inside, a launch only has its kernel compiled, by one of many threads; at exit all are ready.
 
-    Ready is loaded as well. They begin at the end: Triton holds the interpreter for much of the
-    time, and whoever launches here would wait for it at each step.
+    Ready means loaded as well. Compilation begins at the exit: Triton holds the interpreter lock
+    for much of the time, and the launching thread would wait for it at each step.
 
-    Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
-    reads numbers where kernels would have left them, and goes by them. A kernel that cannot be
-    compiled fails where it is launched, which may be never.
+    Nothing is run: the outputs of kernels are uninitialized, and code inside must not depend on
+    their values. A kernel that cannot be compiled fails where it is launched, which may be never.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads:

@@ -1,18 +1,18 @@
 """Memory through which the host and a running CUDA graph hand each other mask rows and tokens.
 
-A draft under masks goes back and forth: a token needs the mask behind the token before it, which
+A draft under masks goes back and forth: a token needs the mask after the token before it, which
 only the host can fill. Launching every piece of the draft when its mask is there leaves the device
 waiting for launches. So all of it is launched at once: it waits on the device for each mask, and
-tells each token by writing it where the host looks.
+reports each token by writing it where the host looks.
 
-Every draft has a ticket. An order and an answer count only with the ticket of their draft, so that
-nothing has to be wiped between two of them. An answer is one word with its ticket inside. An order
+Every draft has a ticket. An order and a reply count only with the ticket of their draft, so that
+nothing has to be cleared between two drafts. A reply is one word with its ticket inside. An order
 is its rows' addresses first and its ticket last: x86 processors show their writes in that order
 (``can_share``).
 
-The device waits for a limited time, and goes on with whatever rows it finds. Whatever it drew from
-them, it drew with the probabilities that it reports: the draft is poor, and the text exact. So
-whoever is about to wait for the device answers it first: see ``DraftInFlight.answer``.
+The device waits for a limited time, and goes on with whatever rows it finds. What it draws from
+them has the probabilities that it reports: the draft is poor, and the text exact. So the host
+serves the mailbox before it waits for the device: see ``DraftInFlight.serve_mailbox``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.ops.host import give_way
+from guided_spec.ops.host import yield_cpu
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.table_rows import advance, copy_rows
 
-UNTICKETED = 0  # whoever holds it does not wait
+UNTICKETED = 0  # with it, a fetch does not wait
 LAST_TICKET = 2**31 - 1
 # Looks at an order before the device goes on without it; each takes it a microsecond or more. Where
 # rows are slow, a host takes tens of milliseconds for a position.
 PATIENCE = 300_000
-IMPATIENCE = 1.0  # seconds without an answer before the host asks the device what is wrong
+IMPATIENCE = 1.0  # seconds without a reply before the host asks the device what is wrong
 TOKEN_BITS = 31
 TOKEN_MASK = 2**TOKEN_BITS - 1
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What was drawn at one position, [B] each.
 
     token_ids: -1 where there is none. starved: 1 where the drafter's vocabulary had no legal token.
@@ -51,10 +51,10 @@ class Answer(NamedTuple):
     starved: list[int]
 
 
-class Told(NamedTuple):
-    """Where an answer goes.
+class Report(NamedTuple):
+    """Where a reply is written.
 
-    ticket: int64 [1]. words: int64 [R or more], of ``Mailbox.answers``. ids: int64 [R], gets the
+    ticket: int64 [1]. words: int64 [R or more], of ``Mailbox.replies``. ids: int64 [R], gets the
     tokens as ids that a model can read, 0 where there is none; its elements may lie apart.
     """
 
@@ -64,22 +64,22 @@ class Told(NamedTuple):
 
 
 class Mailbox:
-    """Orders to the device and answers from it, for ``depths`` positions of a draft.
+    """Orders to the device and replies from it, for ``depths`` positions of a draft.
 
     rows: requests at most. words: of a mask row. device: that reads and writes here; the memory is
     pinned where it is a CUDA device.
 
-    orders: int64 [depths, 1 + rows], a ticket and addresses. answers: int64 [depths, rows].
+    orders: int64 [depths, 1 + rows], a ticket and addresses. replies: int64 [depths, rows].
     """
 
     def __init__(self, depths: int, rows: int, words: int, device: torch.device) -> None:
         pin = device.type == "cuda"
         self._nothing = torch.full((words,), -1, dtype=torch.int32, pin_memory=pin)
         self.orders = torch.zeros(depths, 1 + rows, dtype=torch.int64, pin_memory=pin)
-        self.answers = torch.zeros(depths, rows, dtype=torch.int64, pin_memory=pin)
+        self.replies = torch.zeros(depths, rows, dtype=torch.int64, pin_memory=pin)
         self._orders: NDArray[np.int64] = self.orders.numpy()
         # Python reads its own integers from it: a handful of them in a fifth of numpy's time.
-        self._answers: memoryview[int] = memoryview(self.answers.numpy().reshape(-1))  # type: ignore[arg-type]
+        self._replies: memoryview[int] = memoryview(self.replies.numpy().reshape(-1))  # type: ignore[arg-type]
         self._orders[:, 1:] = self._nothing.data_ptr()
         self._is_blank = True  # no order has other rows
         self.ticket = UNTICKETED
@@ -103,16 +103,16 @@ class Mailbox:
             self._is_blank = bool(waits.all())
         self._orders[waits, 0] = self.ticket
 
-    def wait(self, depth: int, count: int, check: Callable[[], None]) -> Answer:
-        """The first ``count`` answers of one position, once all are there.
+    def wait(self, depth: int, count: int, check: Callable[[], None]) -> Reply:
+        """The first ``count`` replies of one position, once all are there.
 
         check: called where they are late, and has to wait for the device. Raises what it raises,
-        and RuntimeError where there is no answer behind it.
+        and RuntimeError where there is still no reply afterwards.
         """
         words = self._read(depth, count)
         late = 0.0 if words else time.monotonic() + IMPATIENCE
         while not words:
-            give_way()  # other threads have work to do
+            yield_cpu()  # other threads have work to do
             is_late = time.monotonic() > late
             if is_late:
                 check()
@@ -120,12 +120,12 @@ class Mailbox:
             if is_late and not words:
                 raise RuntimeError(f"the device drafted no token {depth}")
         tokens = [(word & TOKEN_MASK) - 1 for word in words]
-        return Answer(tokens, [word >> TOKEN_BITS & 1 for word in words])
+        return Reply(tokens, [word >> TOKEN_BITS & 1 for word in words])
 
     def _read(self, depth: int, count: int) -> list[int]:
-        """The first answers of a position, none where any of them is missing."""
-        start = depth * self.answers.shape[1]
-        words = self._answers[start : start + count].tolist()
+        """The first replies of a position, none where any of them is missing."""
+        start = depth * self.replies.shape[1]
+        words = self._replies[start : start + count].tolist()
         least = self.ticket << 32
         return words if min(words) >= least and max(words) < least + 2**32 else []
 
@@ -154,29 +154,29 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
     for _ in range(PATIENCE):
         if int(ticket) in (UNTICKETED, int(order[0])):
             break
-        give_way()
+        yield_cpu()
     addresses = order[1 : 1 + len(out)]
     copy_rows(addresses if sources is None else torch.where(sources != 0, sources, addresses), out)
 
 
-def answer(
+def reply(
     token_ids: Tensor,
     starved: Tensor | None,
-    told: Told,
+    report: Report,
     cursors: Tensor | None = None,
     sources: Tensor | None = None,
 ) -> None:
-    """Tell what was drawn, and move texts on along tables.
+    """Report what was drawn, and advance texts in their tables.
 
     token_ids: int64 [R], -1 where there is none. starved: bool [R], None for nowhere.
     cursors, sources: as of ``table_rows.advance``; None moves none.
     """
     if token_ids.is_cuda:
-        kernels_of(__name__).answer(token_ids, starved, told, cursors, sources)
+        kernels_of(__name__).reply(token_ids, starved, report, cursors, sources)
         return
     flags = torch.zeros_like(token_ids) if starved is None else starved.to(torch.int64)
-    told.ids.copy_(token_ids.clamp_min(0))
-    words = (told.ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
-    told.words[: len(token_ids)] = words
+    report.ids.copy_(token_ids.clamp_min(0))
+    words = (report.ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
+    report.words[: len(token_ids)] = words
     if cursors is not None and sources is not None:
         advance(token_ids, cursors, sources)

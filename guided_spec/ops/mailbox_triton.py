@@ -1,4 +1,4 @@
-"""A mailbox's device side as kernels, which look into the host's memory while they run."""
+"""The device side of a mailbox as kernels, which read the host's memory while they run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
-from guided_spec.ops.mailbox import Told
+from guided_spec.ops.mailbox import Report
 from guided_spec.ops.table_rows_triton import copy_rows, step
 
-ROWS = 256  # answers of a program
+ROWS = 256  # replies of a program
 LEAST_BLOCK = 64  # rows of a look: with fewer there would be more kernels to compile
 
 
@@ -36,20 +36,28 @@ def fetch_rows(
     copy_rows(found, out)
 
 
-def answer(
+def reply(
     token_ids: Tensor,
     starved: Tensor | None,
-    told: Told,
+    report: Report,
     cursors: Tensor | None = None,
     sources: Tensor | None = None,
 ) -> None:
-    """See ``guided_spec.ops.mailbox.answer``; ``words`` is pinned, the others on one device."""
+    """See ``guided_spec.ops.mailbox.reply``; ``words`` is pinned, the others on one device."""
     count = len(token_ids)
     # An argument that a kernel leaves alone is any tensor: a pointer has to have a type.
-    given = (token_ids if one is None else one for one in (starved, cursors, sources))
+    tensors = (token_ids if one is None else one for one in (starved, cursors, sources))
     with torch.cuda.device_of(token_ids):
-        launch(_answer, (triton.cdiv(count, ROWS),))(
-            *(token_ids, *given, told.ticket, told.words, told.ids, told.ids.stride(0), count),
+        launch(_reply, (triton.cdiv(count, ROWS),))(
+            *(
+                token_ids,
+                *tensors,
+                report.ticket,
+                report.words,
+                report.ids,
+                report.ids.stride(0),
+                count,
+            ),
             has_starved=starved is not None,
             has_cursors=cursors is not None,
             block=ROWS,
@@ -91,7 +99,7 @@ def _await(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     do_not_specialize=["stride", "count"],
     do_not_specialize_on_alignment=["cursors", "sources", "ticket", "words", "ids"],
 )
-def _answer(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _reply(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     token_ids, starved, cursors, sources, ticket, words, ids, stride, count,
     has_starved: tl.constexpr, has_cursors: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip

@@ -21,7 +21,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def pack_row(is_legal: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """bool [V] to int32 [W]; the bits behind the last token are 0."""
+    """bool [V] to int32 [W]; the bits after the last token are 0."""
     bits = np.zeros(num_mask_words(len(is_legal)) * BITS, dtype=np.uint8)
     bits[: len(is_legal)] = is_legal
     row: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)

@@ -7,7 +7,7 @@ forward made of these gives what the modules give; on CUDA, one kernel of
 Rotary position embedding of packed heads, and their keys and values put into the slots.
 
 Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021), in the halves
-form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a head behind a.
+form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a head after a.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
     store_keys_values,
 )
 from guided_spec.ops.kernels import has_triton, kernels_of
@@ -90,12 +90,12 @@ def rotate_and_store(
     shape: QkvShape,
     norms: HeadNorms | None,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
 ) -> Tensor:
     """Norm (where there are norms) and rotate queries and keys, and keep keys and values.
 
-    packed: [N, shape.width], contiguous, changed in place. rotation: of all positions.
-    buffers: the layer's blocks, written to as ``slot_attention`` says. places: where the tokens go,
+    packed: [N, shape.width], contiguous, modified. rotation: of all positions.
+    buffers: the layer's blocks, written to as ``slot_attention`` says. index: where the tokens go,
         and their positions.
 
     Returns the queries [N, Hq, D], a view of ``packed``. Computes in float32 and rounds once.
@@ -106,9 +106,9 @@ def rotate_and_store(
     queries, key, value = heads.split([first, shape.keys, shape.keys], 1)
     query: Tensor = queries[:, ::2] if shape.has_gates else queries
     if _serves(packed):
-        kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, places)
+        kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, index)
         return query
-    positions = places.positions.clamp_max(len(rotation.cos) - 1)
+    positions = index.positions.clamp_max(len(rotation.cos) - 1)
     at = Rotation(rotation.cos[positions], rotation.sin[positions])
     if shape.has_gates:
         turned = _rotate(torch.cat([query, key], 1), at, shape, norms)
@@ -117,7 +117,7 @@ def rotate_and_store(
     else:
         both = heads[:, : first + shape.keys]
         both.copy_(_rotate(both, at, shape, norms))
-    store_keys_values(KeyValues(key, value), buffers, places)
+    store_keys_values(KeyValues(key, value), buffers, index)
     return query
 
 

@@ -15,7 +15,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
 )
 from guided_spec.ops.launch_triton import await_previous, launch
 
@@ -138,7 +138,7 @@ def rotate_and_store(
     shape: QkvShape,
     norms: HeadNorms | None,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
 ) -> None:
     """See ``guided_spec.ops.pointwise.rotate_and_store``; the arguments on one CUDA device."""
     count, width = packed.shape
@@ -146,12 +146,12 @@ def rotate_and_store(
         return
     cos, sin = rotation
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
-    num_heads, memory, turned = shape.queries + 2 * shape.keys, places.tables, cos.shape[1]
-    tokens = places.tokens.contiguous()
+    num_heads, memory, turned = shape.queries + 2 * shape.keys, index.tables, cos.shape[1]
+    tokens = index.tokens.contiguous()
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         launch(_rotate, (count, triton.cdiv(num_heads, HEADS)), packed)(
             *(packed, cos, sin, len(cos), query, key, eps, *buffers, tokens),
-            *(count, memory, memory.stride(0), places.max_length, buffers.keys.shape[2], width),
+            *(count, memory, memory.stride(0), index.max_length, buffers.keys.shape[2], width),
             queries=shape.queries,
             keys_count=shape.keys,
             size=shape.size,
@@ -196,7 +196,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     has_norms: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
+    """Some heads of one token: queries rotated, keys rotated and stored, values stored."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = turned // 2
     head = tl.program_id(1) * heads + tl.arange(0, heads)
@@ -204,24 +204,24 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     is_value = head >= queries + keys_count
     is_turned = head < queries + keys_count
     inside = (head < queries + 2 * keys_count)[:, None] & (at < half)[None, :]
-    column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # behind the gates
+    column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # after the gates
     line = (packed + token * width + column)[:, None]
     source = line + at[None, :]
-    place = tl.load(tokens + count + token)
-    turn = tl.minimum(place, positions - 1) * turned + at
+    position = tl.load(tokens + count + token)
+    turn = tl.minimum(position, positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(tokens + token)
-    place = tl.minimum(place, max_length)
-    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
+    position = tl.minimum(position, max_length)
+    found = tl.load(tables + slot * table_row + position // block, mask=slot >= 0, other=0)
     await_previous(IS_DEPENDENT)
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     turned_low, turned_high = low, high
     if turned < size:
-        behind = turned + tl.arange(0, rest_block)
-        is_rest = (head < queries + 2 * keys_count)[:, None] & (behind < size)[None, :]
-        rest = tl.load(line + behind[None, :], mask=is_rest, other=0.0).to(tl.float32)
+        rest_at = turned + tl.arange(0, rest_block)
+        is_rest = (head < queries + 2 * keys_count)[:, None] & (rest_at < size)[None, :]
+        rest = tl.load(line + rest_at[None, :], mask=is_rest, other=0.0).to(tl.float32)
     if has_norms:
         mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size
         if turned < size:
@@ -238,29 +238,29 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
         turned_high = high * scale * weight
         if turned < size:
             for_query, for_key = is_rest & is_query, is_rest & (head >= queries)[:, None]
-            each = behind[None, :] + head[:, None] * 0
+            each = rest_at[None, :] + head[:, None] * 0
             weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
             weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
             rest = tl.where(is_value[:, None], rest, rest * scale * weight)
     low_out = tl.where(is_value[:, None], low, turned_low * c - turned_high * s)
     high_out = tl.where(is_value[:, None], high, turned_high * c + turned_low * s)
     out = packed.dtype.element_ty
-    # Keys are turned in place too: nobody reads them there, but so does the reference.
+    # Keys are rotated in ``packed`` too: nothing reads them there, but the reference does so.
     written = inside & is_turned[:, None]
     tl.store(source, low_out.to(out), mask=written)
     tl.store(source + half, high_out.to(out), mask=written)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
-    target = ((found.to(tl.int64) * keys_count + number) * block + place % block) * size
+    target = ((found.to(tl.int64) * keys_count + number) * block + position % block) * size
     target = target[:, None]
     if turned < size:
         out_rest = rest.to(out)
-        tl.store(line + behind[None, :], out_rest, mask=is_rest & is_turned[:, None])
+        tl.store(line + rest_at[None, :], out_rest, mask=is_rest & is_turned[:, None])
         is_kept = is_rest & (head >= first)[:, None]
-        place = target + behind[None, :]
-        tl.store(keys + place, out_rest, mask=is_kept & is_turned[:, None])
-        tl.store(values + place, out_rest, mask=is_kept & is_value[:, None])
+        target_rest = target + rest_at[None, :]
+        tl.store(keys + target_rest, out_rest, mask=is_kept & is_turned[:, None])
+        tl.store(values + target_rest, out_rest, mask=is_kept & is_value[:, None])
     target += at[None, :]
     tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
     tl.store(keys + target + half, high_out.to(out), mask=kept & is_turned[:, None])

@@ -1,4 +1,4 @@
-"""A stream of a CUDA device for what runs beside the target's forwards: drafts, above all."""
+"""A CUDA stream for work overlapped with the target's forwards: drafts, above all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ URGENT = -1
 
 
 class SideStream:
-    """Work in an order of its own, beside that of the current stream; see the module's docstring.
+    """Work overlapped with that of the current stream; see the module's docstring.
 
-    device: where there are no streams, all of it is in one order, and nothing has to be done.
+    device: where it has no streams, all work is in one order, and nothing has to be done.
 
-    Memory belongs to the stream on which it is allocated: who lets go of a tensor that the other
-    one still reads calls ``lend`` before.
+    Memory belongs to the stream on which it is allocated: call ``borrow`` before freeing a tensor
+    that the other stream still reads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,22 +39,22 @@ class SideStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """What the current stream is given next waits for all that was launched here."""
+        """Work launched next on the current stream waits for all that was launched here."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def follow(self) -> None:
-        """What is launched here next waits for all that the current stream was given."""
+    def after_current(self) -> None:
+        """Work launched here next waits for all that was launched on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def follow_download(self, download: Download) -> None:
-        """What is launched here next waits for all that the download was launched behind."""
+    def after_download(self, download: Download) -> None:
+        """Work launched here next waits for all that was launched before the download."""
         if self._stream is not None and download.copied is not None:
             self._stream.wait_event(download.copied)
 
-    def lend(self, *tensors: Tensor | None) -> None:
-        """Whoever frees them, their memory stays as it is until what was launched here is done."""
+    def borrow(self, *tensors: Tensor | None) -> None:
+        """Keep the tensors' memory until all that was launched here is done, even if freed."""
         for tensor in tensors if self._stream is not None else ():
             if tensor is not None:
                 tensor.record_stream(self._stream)

@@ -1,15 +1,15 @@
-"""Texts that walk along tables of states over tokens where their drafts are made, by addresses.
+"""Texts advance in tables of states over tokens on the device that drafts, by addresses.
 
-A table lies in memory of its own, and a text carries with it where that is: so one kernel serves
-texts of different grammars, and a CUDA graph holds no table. What a text carries is its cursor, one
-row of an int64 [R, 6]:
+A table has memory of its own, and each text holds its address: so one kernel serves texts of
+different grammars, and a CUDA graph holds no table. What a text holds is its cursor, one row of an
+int64 [R, 6]:
 
-- ``CLASSES``: the address of int32 [V], the class of each token. 0: the text has no table, or
-  nothing follows it.
-- ``THEN``: the address of int16 [N, C], the state behind a token of a class; negative for none.
+- ``CLASSES``: the address of int32 [V], the class of each token. 0: the text has no table, or no
+  token may come next.
+- ``THEN``: the address of int16 [N, C], the state after a token of a class; negative for none.
 - ``WIDTH``: C.
 - ``ROWS``: the address of int64 [N], the address of each state's mask row, int32 [W].
-- ``STATE``: where the text stands.
+- ``STATE``: the text's current state.
 - ``SOURCE``: the address of that state's row, 0 where the text has no table.
 """
 
@@ -49,10 +49,10 @@ def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
 
 
 def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
-    """Move texts on by a token each, which their rows allow.
+    """Advance texts by a token each, which their rows allow.
 
-    token_ids: int64 [R]; -1 for none, behind which nothing follows. cursors: int64 [R, 6], changed
-    in place. out: int64 [R], gets their ``SOURCE``.
+    token_ids: int64 [R]; -1 for none, after which nothing comes. cursors: int64 [R, 6], modified.
+    out: int64 [R], gets their ``SOURCE``.
     """
     if cursors.is_cuda:
         kernels_of(__name__).advance(token_ids, cursors, out)
@@ -69,15 +69,15 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
     out.copy_(cursors[:, SOURCE])
 
 
-def follow(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
-    """Move texts on by what they committed, which leads those out whose tables do not hold it.
+def advance_committed(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
+    """Advance texts by what they committed; a text whose table does not hold it leaves the table.
 
     token_ids: int64 or int32 [B, T]. counts: likewise [B], how many of them each text got; a
         negative token is none. texts: int64 [B], which of the cursors are theirs; rows may share
-        one that has no table. cursors: int64 [N, 6], changed in place. All on one device.
+        one that has no table. cursors: int64 [N, 6], modified. All on one device.
     """
     if cursors.is_cuda:
-        kernels_of(__name__).follow(token_ids, counts, texts, cursors)
+        kernels_of(__name__).advance_committed(token_ids, counts, texts, cursors)
         return
     for tokens, count, text in zip(
         token_ids.tolist(), counts.tolist(), texts.tolist(), strict=True

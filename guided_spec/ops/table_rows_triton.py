@@ -1,4 +1,4 @@
-"""Steps along tables as kernels: addresses are read, and what lies there."""
+"""Advancing texts in tables, as kernels: they read addresses, and what is stored there."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
         launch(_advance, grid)(token_ids, cursors, out, count, block=TEXTS)
 
 
-def follow(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
+def advance_committed(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
     """See ``guided_spec.ops.table_rows``; cursors contiguous."""
     count, width = token_ids.shape
     with torch.cuda.device_of(cursors):
-        launch(_follow, (triton.cdiv(count, TEXTS),))(
+        launch(_advance_committed, (triton.cdiv(count, TEXTS),))(
             *(token_ids, *token_ids.stride(), counts, counts.stride(0), texts, cursors),
             *(count, width),
             block=TEXTS,
@@ -52,17 +52,19 @@ def follow(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) ->
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["stride", "depth_stride", "given", "depths", "words"],
+    do_not_specialize=["stride", "depth_stride", "num_sources", "depths", "words"],
     do_not_specialize_on_alignment=["sources"],
 )
 def _copy(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    sources, stride, depth_stride, given, depths, out, words,
+    sources, stride, depth_stride, num_sources, depths, out, words,
     is_aligned: tl.constexpr, is_blank: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of a row from its address; ``given`` of each ``depths`` rows have one."""
+    """Copy a chunk of a row from its address; ``num_sources`` of each ``depths`` rows have one."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     text, depth = row // depths, row % depths
-    address = tl.load(sources + text * stride + depth * depth_stride, mask=depth < given, other=0)
+    address = tl.load(
+        sources + text * stride + depth * depth_stride, mask=depth < num_sources, other=0
+    )
     source = address.to(tl.pointer_type(tl.int32))
     target = out + row.to(tl.int64) * words
     at = chunk * block + tl.arange(0, block)
@@ -96,17 +98,17 @@ def step(token, cursors, out, row, inside):  # type: ignore[no-untyped-def]
     classes = tl.load(cursor, mask=inside, other=0)
     state = tl.load(cursor + 4, mask=inside & (classes != 0), other=0)
     goes_on = (classes != 0) & (token >= 0)
-    state, goes_on = _behind(token, cursor, state, goes_on)
+    state, goes_on = _next_state(token, cursor, state, goes_on)
     source = _put(cursor, tl.where(goes_on, classes, 0), state, goes_on, inside)
     tl.store(out + row, source, mask=inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["token_stride", "place_stride", "count_stride", "count", "width"],
+    do_not_specialize=["token_stride", "column_stride", "count_stride", "count", "width"],
     do_not_specialize_on_alignment=["token_ids", "counts", "texts", "cursors"],
 )
-def _follow(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    token_ids, token_stride, place_stride, counts, count_stride, texts, cursors, count, width,
+def _advance_committed(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    token_ids, token_stride, column_stride, counts, count_stride, texts, cursors, count, width,
     block: tl.constexpr,
 ):  # fmt: skip
     """All tokens that each text got in a step."""
@@ -117,18 +119,18 @@ def _follow(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     classes = tl.load(cursor, mask=inside, other=0)
     state = tl.load(cursor + 4, mask=inside, other=0)
     goes_on = classes != 0
-    for place in range(width):
-        at = token_ids + row * token_stride + place * place_stride
-        token = tl.load(at, mask=inside & (place < length), other=-1)
-        then, is_legal = _behind(token, cursor, state, goes_on & (token >= 0))
+    for column in range(width):
+        at = token_ids + row * token_stride + column * column_stride
+        token = tl.load(at, mask=inside & (column < length), other=-1)
+        then, is_legal = _next_state(token, cursor, state, goes_on & (token >= 0))
         state = tl.where(token >= 0, then, state)
         goes_on = goes_on & (is_legal | (token < 0))
     _put(cursor, tl.where(goes_on, classes, 0), state, goes_on, inside)
 
 
 @triton.jit
-def _behind(token, cursor, state, goes_on):  # type: ignore[no-untyped-def]
-    """The state behind a token of each text that goes on, and whether its table holds that."""
+def _next_state(token, cursor, state, goes_on):  # type: ignore[no-untyped-def]
+    """The state after a token of each text that goes on, and whether its table holds that."""
     classes = tl.load(cursor, mask=goes_on, other=0)
     of = tl.load(classes.to(tl.pointer_type(tl.int32)) + token, mask=goes_on, other=0)
     then = tl.load(cursor + 1, mask=goes_on, other=0)

@@ -47,7 +47,7 @@ PROPOSERS: dict[str, str | Factory] = {
 }
 
 
-_PLAIN = ("ngram", "none", "suffix")  # take nothing behind a colon
+_PLAIN = ("ngram", "none", "suffix")  # take no argument after a colon
 
 
 def register_proposer(name: str, factory: str | Factory) -> None:
@@ -68,8 +68,8 @@ def proposer_names() -> list[str]:
 
 
 def require_proposer(spec: str) -> None:
-    """Raise UnknownProposerError for a spec with a name that nobody registered, and ConfigError for
-    what is no str or has something behind a name that takes nothing. Builds nothing."""
+    """Raise UnknownProposerError for a spec with a name that is not registered, and ConfigError for
+    what is no str or has an argument for a name that takes none. Builds nothing."""
     if not isinstance(spec, str):
         raise ConfigError("proposer", spec, "must be a name, such as 'ngram'")
     members = spec.removeprefix("chain:")
@@ -77,12 +77,12 @@ def require_proposer(spec: str) -> None:
         name, _, argument = member.partition(":")
         if name not in proposer_names():
             raise _unknown(name)
-        _require_place(name, argument)
+        _require_argument_allowed(name, argument)
 
 
-def _require_place(name: str, argument: str) -> None:
+def _require_argument_allowed(name: str, argument: str) -> None:
     if argument and name in _PLAIN:
-        fix = f"{name} takes nothing behind the colon: pass {name!r}"
+        fix = f"{name} takes nothing after the colon: pass {name!r}"
         raise ConfigError("proposer", f"{name}:{argument}", fix)
 
 
@@ -98,7 +98,7 @@ def build_proposer(spec: str, context: ProposerContext) -> Proposer:
     whatever its own constructor raises.
     """
     name, _, argument = spec.partition(":")
-    _require_place(name, argument)
+    _require_argument_allowed(name, argument)
     from guided_spec.core import from_propose  # loads torch
 
     return from_propose(_find(name)(replace(context, argument=argument)))

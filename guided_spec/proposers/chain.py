@@ -1,4 +1,4 @@
-"""Several proposers behind one another: each continues where the one before it stopped."""
+"""Several proposers in sequence: each continues where the one before it stopped."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Carried(tuple[object | None, ...]):
 
 
 class _Part(NamedTuple):
-    """Drafts behind one another, as one; most: see ``DraftInFlight``."""
+    """Consecutive drafts as one; most: see ``DraftInFlight``."""
 
     draft: Draft
     most: tuple[int, ...]
 
     def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
-        """``draft`` behind this one, without the columns that no request uses."""
+        """This one followed by ``draft``, without the columns that no request uses."""
         both = tuple(map(sum, zip(self.most, most, strict=True)))
         return _Part(concatenate(self.draft, draft).cut(max(both)), both)
 
@@ -51,8 +51,8 @@ class _Flying(NamedTuple):
 class _Turns:
     """The turns that the members take in one step.
 
-    walked: what is drafted, and known to the host. flying: what comes behind it, if anything does.
-    last: [members] the last flight of each, None before its first turn.
+    advanced: what is drafted, and known to the host. flying: the draft after it, if there is one.
+    last: [members] the last draft of each, None before its first turn.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class _Turns:
         lookahead: Lookahead,
         carried: _Carried,
     ) -> None:
-        self.walked = _Part(no_draft(batch), (0,) * len(batch))
+        self.advanced = _Part(no_draft(batch), (0,) * len(batch))
         self.flying: _Flying | None = None
         self.last: list[DraftInFlight | None] = [None] * len(members)
         self._names, self._members = names, members
@@ -74,19 +74,19 @@ class _Turns:
         """The first member drafts, up to ``ends`` [B] tokens of the draft."""
         starts = self._lookahead.lengths
         with self._lookahead.until(ends):
-            self._walk(self._begin(0, self._batch), starts)
+            self._advance(self._begin(0, self._batch), starts)
 
     def fill(self, member: int, left: Sequence[int]) -> list[int]:
-        """Another one drafts ``left`` [B] tokens at most, and the first behind it.
+        """Another one drafts ``left`` [B] tokens at most, and the first member after it.
 
-        Returns what is left then. Nothing is drafted behind a member that ends chains.
+        Returns what is left then. Nothing is drafted after a member that ends chains.
         """
         batch, lookahead, proposer = self._batch, self._lookahead, self._members[member]
         if self.flying is not None:
             if self.last[member] is None:
-                answer = self.flying.flight.answer
-                if answer is not None:  # who reads may wait for the device
-                    answer()
+                serve_mailbox = self.flying.flight.serve_mailbox
+                if serve_mailbox is not None:  # a member that reads may wait for the device
+                    serve_mailbox()
                 # Hidden states come once: it has to get them even if its turn never comes.
                 self._begin(member, replace(batch, num_draft_tokens=0))
             return list(left)
@@ -100,7 +100,7 @@ class _Turns:
             if proposer.ends_chains:
                 self.flying = _Flying(flight, ends)
                 return list(left)
-            self._walk(flight, starts)
+            self._advance(flight, starts)
         gained = [now - start for now, start in zip(lookahead.lengths, starts, strict=True)]
         if any(gained):
             self.draft_first([batch.mask_rows.depths * (count > 0) for count in gained])
@@ -115,12 +115,12 @@ class _Turns:
         self.last[member] = flight
         return flight
 
-    def _walk(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
-        """The draft of ``flight`` goes behind ``starts`` [B] tokens."""
+    def _advance(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
+        """Append the draft of ``flight``, which starts after ``starts`` [B] tokens."""
         draft = flight.finish()
         # A token that the grammar refused may be left out of the draft, which is then shorter.
         lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)
-        self.walked = self.walked.join(
+        self.advanced = self.advanced.join(
             draft, tuple(min(now - start, most) for now, start, most in lengths)
         )
 
@@ -134,14 +134,14 @@ class _ChainDraft(NamedTuple):
     lookahead: Lookahead
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         flying = self.turns.flying
-        return flying is None or flying.flight.is_walked
+        return flying is None or flying.flight.is_advanced
 
     @property
-    def answer(self) -> Callable[[], None] | None:
+    def serve_mailbox(self) -> Callable[[], None] | None:
         flying = self.turns.flying
-        return None if flying is None else flying.flight.answer
+        return None if flying is None else flying.flight.serve_mailbox
 
     def finish(self) -> Draft:
         flying = self.turns.flying
@@ -149,7 +149,7 @@ class _ChainDraft(NamedTuple):
             return self.draft
         with self.lookahead.until(flying.ends):
             last = flying.flight.finish()
-        return self.turns.walked.join(last, flying.flight.most).draft
+        return self.turns.advanced.join(last, flying.flight.most).draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         return _Carried(
@@ -159,10 +159,10 @@ class _ChainDraft(NamedTuple):
 
 
 class Chain(Proposer):
-    """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
+    """``chain:first+second+...``: the first drafts, the others fill its gaps, then it continues.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
-    from there, and what its own words force comes behind them. A member that ``ends_chains``, as
+    from there, and what its own words force comes after them. A member that ``ends_chains``, as
     the head of ``chain:grammar_forced+eagle3`` on a GPU, is the last: what its words force comes
     first in the next step.
     """
@@ -184,8 +184,8 @@ class Chain(Proposer):
     ) -> DraftInFlight:
         """The members in turn, each from where the draft stands, until none has more to say.
 
-        The members behind the first draft K tokens of each request between them at most. What one
-        request drafts never decides how much another does: both may draw with the same noise.
+        The members after the first draft K tokens a request at most, together. What one request
+        drafts never decides how much another does: both may draw with the same noise.
         """
         carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
         turns = _Turns(self._names, self._members, batch, lookahead, carried)
@@ -195,11 +195,11 @@ class Chain(Proposer):
             before = left
             for member in range(1, len(self._members)):
                 left = turns.fill(member, left)
-            # Who got nothing is done, however long others go on.
+            # A request that got nothing is done, however long others go on.
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
             pairs = zip(left, lookahead.is_open, strict=True)
             is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)
-        whole = turns.walked
+        whole = turns.advanced
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
         return _ChainDraft(*whole, turns, lookahead)
@@ -215,7 +215,7 @@ class Chain(Proposer):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether all members do that want states: these are told once."""
+        """Whether all members do that want states, which are passed once."""
         return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
 
     @property

@@ -1,6 +1,6 @@
 """The choice of a draft's tokens, as a draft loop makes it: by itself, or as a CUDA graph.
 
-How a CUDA graph that draws a draft is told what to sample with.
+And the sampling parameters of a CUDA graph that draws a draft.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import ProposerContext
-from guided_spec.masks.rows import TabledTexts, TableWalk
+from guided_spec.masks.rows import TableAdvance, TabledTexts
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
@@ -55,7 +55,7 @@ def is_filtered(sampling: Sampling) -> bool:
 def read_sampling(
     inputs: Inputs, depth: int, sampling: Sampling, noise: DraftNoise | None
 ) -> tuple[Sampling, DraftNoise | None]:
-    """Both, with a graph's own tensors, for the token ``depth`` places behind its "positions".
+    """Both, with a graph's own tensors, for the token ``depth`` after its "positions".
 
     Without noise nothing is sampled, and nothing read.
     """
@@ -123,7 +123,7 @@ class DraftChooser:
         self._held = GraphSampling()
         self._buffers: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
-        self._walks: dict[tuple[int, int], TableWalk] = {}  # by length and size
+        self._advances: dict[tuple[int, int], TableAdvance] = {}  # by length and size
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
     @classmethod
@@ -133,20 +133,20 @@ class DraftChooser:
         """For a proposer of ``context``: with graphs on CUDA, captured while its window is open."""
         device = context.device
         is_cuda = device.type == "cuda"
-        graphs = GraphPool(device, context.window, is_beside=True) if is_cuda else None
+        graphs = GraphPool(device, context.window, is_on_side_stream=True) if is_cuda else None
         return cls(target_ids, graphs, sources)
 
-    def begin_walk(self, texts: TabledTexts, length: int, device: torch.device) -> TableWalk:
-        """For texts that go along tables for ``length`` tokens, from ``choose`` to ``choose``.
+    def begin_advance(self, texts: TabledTexts, length: int, device: torch.device) -> TableAdvance:
+        """The states of texts in their tables for ``length`` tokens, passed to each ``choose``.
 
-        The next one lies in the same memory.
+        The next call returns the same memory.
         """
         size = bucket(len(texts.cursors))
-        if (length, size) not in self._walks:
-            self._walks[length, size] = TableWalk.of(length, size, device)
-        walk = self._walks[length, size]
-        walk.begin(texts.cursors)
-        return walk
+        if (length, size) not in self._advances:
+            self._advances[length, size] = TableAdvance.of(length, size, device)
+        tabled = self._advances[length, size]
+        tabled.begin(texts.cursors)
+        return tabled
 
     def choose(
         self,
@@ -155,21 +155,21 @@ class DraftChooser:
         mask: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
-        walk: TableWalk | None = None,
+        tabled: TableAdvance | None = None,
     ) -> Chosen:
-        """As ``choose_draft``, for the token ``depth`` places behind ``noise.positions``.
+        """As ``choose_draft``, for the token ``depth`` after ``noise.positions``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
-            for all tokens of a draft. walk: of texts whose rows of the mask come from tables, which
-            may be written into ``mask``; the tokens lead it on.
+            for all tokens of a draft. tabled: the texts whose rows of the mask come from tables;
+            these may be written into ``mask``, and the tokens advance it.
         """
         batch = len(logits)
         size = bucket(batch)
         largest = LARGEST if noise is None else LARGEST_SAMPLED
         if self._graphs is None or size * logits.shape[1] > largest:
             at = None if noise is None else noise._replace(positions=noise.positions + depth)
-            return self._choose_at(depth, logits, mask, sampling, at, walk)
-        # Rows behind the batch's own are drawn too, from whatever stands there.
+            return self._choose_at(depth, logits, mask, sampling, at, tabled)
+        # Rows after the batch's own are drawn too, from whatever the memory holds.
         inputs, fixed = self._split(logits, mask, size)
         if noise is not None:
             fixed["positions"] = self._positions_of(noise, size)
@@ -177,14 +177,14 @@ class DraftChooser:
             *(depth, size, logits.shape[1], logits.dtype, mask is None),
             *sampling_key(sampling, noise),
             *(tensor.data_ptr() for tensor in fixed.values()),
-            None if walk is None else walk.cursors.data_ptr(),
+            None if tabled is None else tabled.cursors.data_ptr(),
         )
         if noise is not None:
             inputs |= self._held.changed(key, sampling, noise, batch)
         padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
         buffers = self._buffers_for(depth, size, logits, is_sampled=noise is not None)
-        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers, walk), fixed)
+        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers, tabled), fixed)
         report, probs, rescued = buffers
         return Chosen(
             report[:, :batch],
@@ -213,14 +213,14 @@ class DraftChooser:
         sampling: Sampling,
         noise: DraftNoise | None,
         buffers: Chosen,
-        walk: TableWalk | None,
+        tabled: TableAdvance | None,
     ) -> Callable[[Inputs], None]:
-        """What a graph holds: the choice from the tensors that it is given, left in ``buffers``."""
+        """What a graph holds: the choice from the tensors passed to it, left in ``buffers``."""
 
         def body(tensors: Inputs) -> None:
             given = (tensors["logits"], tensors.get("mask"))
             drawing = read_sampling(tensors, depth, sampling, noise)
-            found = self._choose_at(depth, *given, *drawing, walk)
+            found = self._choose_at(depth, *given, *drawing, tabled)
             for kept, value in zip(buffers, found, strict=True):
                 if kept is not None and value is not None:
                     kept.copy_(value)
@@ -234,15 +234,15 @@ class DraftChooser:
         mask: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
-        walk: TableWalk | None,
+        tabled: TableAdvance | None,
     ) -> Chosen:
         """``choose_draft``, launch by launch. noise: of this token."""
-        if walk is not None and mask is not None:
-            walk.mask(depth, mask)
+        if tabled is not None and mask is not None:
+            tabled.mask(depth, mask)
         choice = choose_draft(logits, mask, self._target_ids, sampling, noise)
         tokens, starved = choice.tokens, choice.starved
-        if walk is not None:
-            walk.append(depth, tokens)
+        if tabled is not None:
+            tabled.append(depth, tokens)
         flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
         report = torch.stack([tokens, flags, tokens.clamp_min(0)])
         return Chosen(report, choice.probs, choice.rescued)

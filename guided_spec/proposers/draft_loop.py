@@ -2,8 +2,8 @@
 
 - ``mask``: at each depth the grammar's mask goes to the device, and what was drawn under it comes
   back. Every draft token is legal; each depth waits for the host once. Where all these grammars
-  have tables on the device, the masks come from there, and the host walks the draft afterwards.
-- ``validate``: the model drafts freely. The host walks the draft afterwards, in one download; the
+  have tables on the device, the masks come from there, and the host checks the draft afterwards.
+- ``validate``: the model drafts freely. The host checks the draft afterwards, in one download; the
   first illegal token stays in it, and the verifier refuses it exactly.
 
 Under each, the drafter's logits are adjusted like the target's (``ops.sampling.adjust``).
@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, LaunchCarry, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import TabledTexts, TableWalk
+from guided_spec.masks.rows import TableAdvance, TabledTexts
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
@@ -31,7 +31,7 @@ from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
 from guided_spec.proposers.masked_drafter import (
     DraftBuffers,
-    Given,
+    DraftPrefix,
     MaskedDraft,
     MaskedDrafter,
     MaskedTurn,
@@ -42,7 +42,7 @@ NO_TOKEN = -1
 
 
 class DraftAdjustments:
-    """Biases, bans and penalties behind each request's draft so far. Costs nothing without any.
+    """Biases, bans and penalties after each request's draft so far. Costs nothing without any.
 
     drafted: [B] tokens that the requests' drafts hold already.
     vocabulary: what the drafter's logits score; None: the target's own V tokens.
@@ -113,42 +113,42 @@ def draft_autoregressively(
     return loop.finish()
 
 
-class _Unwalked(NamedTuple):
-    """A loop's draft on its way to the host; see ``DraftInFlight``."""
+class _PendingDraft(NamedTuple):
+    """A loop's draft that is still being copied to the host; see ``DraftInFlight``."""
 
     draft: Draft
     most: tuple[int, ...]
     loop: DraftLoop
     later: Download | None
-    carry_on: CarryOn | None
+    launch_carry: LaunchCarry | None
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         return False
 
     @property
-    def answer(self) -> Callable[[], None] | None:
-        return self.loop.answer
+    def serve_mailbox(self) -> Callable[[], None] | None:
+        return self.loop.serve_mailbox
 
     def finish(self) -> Draft:
         return self.loop.finish_as(self.draft, self.later)
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
+        return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
 class _Masked(NamedTuple):
     """A draft of K tokens under masks for B requests; see ``MaskedTurn``."""
 
     buffers: DraftBuffers
-    given: Given | None
+    prefix: DraftPrefix | None
     depths: int
     batch: int
 
     def own(self, drawn: Tensor) -> Tensor:
         """[B, K, ...]: a copy of what is in the buffers that each request drew itself."""
         own = drawn[: self.depths, : self.batch]
-        own = own if self.given is None else self.given.behind(own)
+        own = own if self.prefix is None else self.prefix.after(own)
         return own.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
@@ -176,10 +176,10 @@ class DraftLoop:
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         self._starts = [len(drafted) for drafted in lookahead.drafted]
         self._ends = draft_ends(batch, lookahead, range(len(batch)) if rows is None else rows)
-        # A request that needs no mask is walked once all is drawn, whoever is drafted for besides.
+        # A request that needs no mask is advanced once all is drawn, whatever others need.
         pairs = zip(used_policies(batch, policy), batch.constraints, strict=True)
         self._is_later = [used != "mask" or constraint is None for used, constraint in pairs]
-        # Of those that are walked as they draft: the others' turn comes later.
+        # Of those whose forks advance as they draft: the others' turn comes later.
         self._waiting_ends = [
             start if later else end
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
@@ -194,7 +194,7 @@ class DraftLoop:
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
-        self._tabled: TableWalk | None = None
+        self._tabled: TableAdvance | None = None
         self._is_waiting = not all(self._is_later)  # for the host, at each token
 
     def tables(self) -> TabledTexts | None:
@@ -207,7 +207,7 @@ class DraftLoop:
         return self._lookahead.tabled(masked, self._batch.num_draft_tokens)
 
     def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
-        """Draw token after token; the last may still be on its way to the host."""
+        """Draw token after token; the last may still be being copied to the host."""
         self._leave_tables()
         logits = first_logits
         noise = None if self._sampling.all_greedy else self._keys(self._starts)
@@ -228,66 +228,66 @@ class DraftLoop:
 
     def take_masked(
         self,
-        walk: MaskedDrafter,
+        drafter: MaskedDrafter,
         slots: Sequence[int],
-        given: Given | None,
+        prefix: DraftPrefix | None,
         texts: TabledTexts | None,
     ) -> None:
-        """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
+        """Tokens under masks, drawn while the host advances the forks; see ``drafts_masked``.
 
-        given: what the drafts hold already; None where those that go on hold nothing.
+        prefix: what the drafts hold already; None where those that go on hold nothing.
         texts: whose masks the device takes from tables; None where there are none.
         """
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
-        turn = MaskedTurn(self._lookahead, self._ends, given, texts)
-        self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
+        turn = MaskedTurn(self._lookahead, self._ends, prefix, texts)
+        self._running = drafter.begin(slots, self._batch, turn, self._sampling, noise)
         self._masked = _Masked(
-            self._running.buffers, given, self._batch.num_draft_tokens, len(slots)
+            self._running.buffers, prefix, self._batch.num_draft_tokens, len(slots)
         )
-        # All requests are walked as they draft: the host is told every token anyway.
+        # All requests are advanced as they draft: the host sees every token anyway.
         self._waiting_ends, self._most = self._ends, [0] * len(slots)
-        # The device works on while whoever reads the draft launches what comes behind it: on the
-        # forward of a block, or on the one behind the first token.
-        if self._running.needs_host and not walk.scores_at_once:
+        # The device works on while the next launches are made: on the forward of a block, or on the
+        # one after the first token.
+        if self._running.needs_host and not drafter.scores_at_once:
             self._running.accept_drawn(1)
 
     def finish(self) -> Draft:
-        """The draft, once the host has walked it."""
-        rows = self._walk(self._download())
+        """The draft, once the host has accepted its tokens."""
+        rows = self._advance(self._download())
         return self._with_probs(host_draft(self._batch, rows))
 
-    def in_flight(self, carry_on: CarryOn | None = None) -> DraftInFlight:
-        """The draft as the target may read it at once. carry_on: see ``FinishedDraft``."""
+    def in_flight(self, launch_carry: LaunchCarry | None = None) -> DraftInFlight:
+        """The draft as the target may read it at once. launch_carry: see ``FinishedDraft``."""
         if self._masked is None and not self._chosen:
-            return FinishedDraft(self.finish(), (0,) * len(self._batch), carry_on)
+            return FinishedDraft(self.finish(), (0,) * len(self._batch), launch_carry)
         ids = self._ids()
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
         lengths = to_device(most, ids.device)
-        return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
+        return _PendingDraft(Draft(ids, lengths), most, self, self._download(), launch_carry)
 
     @property
-    def answer(self) -> Callable[[], None] | None:
-        """See ``DraftInFlight``."""
+    def serve_mailbox(self) -> Callable[[], None] | None:
+        """Fills masks while the device waits, see ``DraftInFlight``; None where it does not."""
         running = self._running
         return running.accept_drawn if running is not None and running.needs_host else None
 
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
-        lengths = to_device([len(row) for row in self._walk(later)], draft.token_ids.device)
+        lengths = to_device([len(row) for row in self._advance(later)], draft.token_ids.device)
         return self._with_probs(Draft(draft.token_ids, lengths))
 
     def _leave_tables(self) -> None:
         """The device takes what rows it can from tables.
 
-        Not in chains, whose turns end by what is drafted. Nobody waits for the host where all
-        come from there.
+        Not in chains, whose turns end by what is drafted. The device does not wait for the host
+        where all come from there.
         """
         texts = None if self._lookahead.turns else self.tables()
         if texts is None:
             return
         batch = self._batch
-        self._tabled = self._chooser.begin_walk(texts, batch.num_draft_tokens, batch.device)
+        self._tabled = self._chooser.begin_advance(texts, batch.num_draft_tokens, batch.device)
         self._lookahead.leave(texts, self._tabled.sources[:, : len(batch)])
         self._is_waiting = not texts.is_alone
 
@@ -296,7 +296,7 @@ class DraftLoop:
         return (self._is_waiting and self._lookahead.can_draft(1)) or depth < self._longest
 
     def _may_go_on(self, depth: int) -> bool:
-        """``_goes_on`` as far as it can be told before ``_accept_drawn``."""
+        """``_goes_on`` as far as it is known before ``_accept_drawn``."""
         return (self._is_waiting and self._lookahead.can_draft(2)) or depth < self._longest
 
     @property
@@ -307,7 +307,7 @@ class DraftLoop:
         return max(end - start for start, end in zip(self._starts, self._ends, strict=True))
 
     def _draw(self, logits: Tensor, depth: int, noise: DraftNoise | None) -> None:
-        """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
+        """One token for each request from logits [B, D]; call ``_accept_drawn`` next."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise, self._tabled)
@@ -317,7 +317,7 @@ class DraftLoop:
             self._drawn = Download(chosen.report[:2])
 
     def _accept_drawn(self) -> None:
-        """The masked requests walk what was drawn; waits until that is on the host."""
+        """Advance the masked requests by what was drawn; waits until that is on the host."""
         if self._running is not None:
             self._running.accept_drawn()
             self._running = None
@@ -327,13 +327,13 @@ class DraftLoop:
             self._drawn = None
 
     def _download(self) -> Download | None:
-        """What the host has to see of the tokens that it walks later, int64 [K, 2, B]."""
+        """What the host has to see of the tokens that it accepts later, int64 [K, 2, B]."""
         if not self._chosen or not self._longest:
             return None
         return Download(torch.stack([chosen.report[:2] for chosen in self._chosen]))
 
-    def _walk(self, later: Download | None) -> list[list[int]]:
-        """Walk what the host has not seen yet; returns every request's own tokens."""
+    def _advance(self, later: Download | None) -> list[list[int]]:
+        """Accept what the host has not seen yet; returns every request's own tokens."""
         self._lookahead.keep_sources()
         reports = None if later is None else later.wait()
         with self._lookahead.until(self._waiting_ends):

@@ -1,9 +1,9 @@
 """A smaller language model of the same vocabulary drafts for the target.
 
 ``Pard``: An et al., "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model
-Adaptation", arXiv:2504.18583, and AMD's code. Behind the text stand K - 1 times the token
-``pard_token``; the text's last token and each of these predicts the token of the place behind it.
-Nothing else tells such a model from another.
+Adaptation", arXiv:2504.18583, and AMD's code. The text is followed by K - 1 times the token
+``pard_token``; the text's last token and each of these predicts the token after it. Nothing else
+distinguishes such a model from another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DraftCache:
             num_slots=context.num_slots,
             max_length=length,
             kernels=context.config.kernels,
-            blocks=context.blocks,
+            shared_blocks=context.blocks,
             window=context.window,
         )
         _check_width(self.model.vocab_size, context)
@@ -60,15 +60,15 @@ class DraftCache:
         self.lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots' caches start anew with their next requests."""
+        """The slots' caches start empty with their next requests."""
         for slot in slots:
             self.lengths[slot] = 0
         self.model.release(slots)
 
     def open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
-        """The requests whose drafts are open and have room for the longest draft behind them.
+        """The requests whose drafts are open and whose slots can hold the longest draft more.
 
-        For the longest one, whatever the others of the batch leave of it in this turn.
+        The longest one, whatever the other members of a chain leave of it in this turn.
         """
         longest = max(batch.num_draft_tokens, self._longest)
         longest_text = self.model.max_length - longest if batch.num_draft_tokens > 0 else -1
@@ -83,7 +83,7 @@ class DraftCache:
     def read_prompts(self, batch: DecodeBatch, rows: Sequence[int], rest: int) -> None:
         """Read the texts of ``rows`` but for ``rest`` tokens at most, in chunks.
 
-        The prompt of new requests is read once for those that share one; they go on behind it.
+        The prompt of new requests is read once for those that share one; they continue after it.
         """
         self._share_prompts(batch, rows)
         for row in rows:
@@ -122,8 +122,8 @@ class DraftModel(Proposer):
     """Drafts with any smaller causal LM, batched, with a KV cache of its own.
 
     The cache's lengths count committed tokens only: every step first feeds what was committed since
-    the last one, and so overwrites what the last draft left behind. The context's argument is the
-    draft policy.
+    the last one, and so overwrites what the last draft stored. The context's argument is the draft
+    policy.
 
     Raises ConfigError when the policy is unknown, and what ``DraftCache`` raises.
     """
@@ -140,7 +140,7 @@ class DraftModel(Proposer):
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """Up to K tokens a request: masked, and sampled where the request's temperature says so."""
-        del carry  # the cache is behind the text by what was accepted, and reads it now
+        del carry  # the cache lacks what was accepted, and reads it now
         return self._draft(batch, lookahead).in_flight()
 
     def capture(self) -> Iterator[None]:
@@ -158,11 +158,11 @@ class DraftModel(Proposer):
         return self._model.runs_as
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots start anew with their next requests."""
+        """The slots start empty with their next requests."""
         self._cache.release(slots)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
-        """The loop behind its run."""
+        """The loop after its run."""
         rows = self._cache.open_rows(batch, lookahead)
         loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
         if rows:
@@ -205,19 +205,19 @@ class Pard(DraftModel):
             kind = self._model.config.model_type
             raise ModelError(
                 f"proposer='pard': expected a draft of attention alone, found {kind}, whose state "
-                "cannot be taken back behind a block; use draft_model"
+                "cannot be taken back after a block; use draft_model"
             )
         self._token = _read_token(self._model.config, self._model.vocab_size)
         self._width = context.config.num_draft_tokens
 
     def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Tensor:
-        """[R, W, V]: logits of the places behind the texts of ``rows``, by one forward.
+        """[R, W, V]: logits of the positions after the texts of ``rows``, by one forward.
 
-        The masks are forgotten.
+        What the masks store is forgotten.
         """
         cache, slots = self._cache, [batch.slots[row] for row in rows]
         cache.read_prompts(batch, rows, self._width)
-        # The last token is fed again where the text has not grown: it predicts the first place.
+        # The last token is fed again where the text has not grown: it predicts the first one.
         starts = [
             min(cache.lengths[slot], len(batch.contexts[row]) - 1)
             for slot, row in zip(slots, rows, strict=True)
@@ -246,7 +246,7 @@ class Pard(DraftModel):
         index = to_device(rows, batch.device)
 
         def logits(token_ids: Tensor | None = None) -> Tensor:
-            del token_ids  # what a place drafts changes no other
+            del token_ids  # what a position drafts changes no other
             step = next(steps)
             at = [min(start + step, self._width - 1) for start in starts]
             behind = [start + step >= self._width for start in starts]
@@ -292,7 +292,7 @@ class _Feeder:
         self._rows = to_device(rows, batch.device)
 
     def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Feed each row its tokens, behind ``starts`` of them; rows without any are left alone."""
+        """Feed each row its tokens, after ``starts`` of them; rows without any are left alone."""
         counts = [len(row) for row in tokens]
         self.ends = [start + count for start, count in zip(starts, counts, strict=True)]
         if any(counts):

@@ -103,7 +103,7 @@ def _over_target(draft: Draft) -> Draft:
 
 
 def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
-    """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
+    """The policy after the colon of a proposer's name; ``default`` where there is none.
 
     Raises ConfigError for another word.
     """
@@ -162,7 +162,7 @@ class NoDraft(Proposer):
         return FinishedDraft(no_draft(batch), (0,) * len(batch))
 
     def may_draft(self, num_draft_tokens: int) -> bool:
-        """Never."""
+        """False: it never drafts."""
         del num_draft_tokens
         return False
 

@@ -3,7 +3,7 @@
 A token is rarely forced (after ``{"`` the tokens ``n``, ``na`` and ``name`` may all be legal), but
 the *text* often is. So the search goes byte by byte: as long as exactly one single byte is legal,
 it is forced. The forced text is then tokenised the way the tokenizer would write it. The last token
-may be wrong where the tokenizer would have merged it with what follows; verification is exact, so
+may be wrong where the tokenizer would have merged it with the next text; verification is exact, so
 that costs nothing but the token.
 """
 
@@ -32,15 +32,15 @@ LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text wi
 class GrammarForced(Proposer):
     """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model.
 
-    ``grammar_forced:start`` does so where a text begins, and nowhere else: there a head behind it
-    has no hidden states to draft from, and all other steps are as without it.
+    ``grammar_forced:start`` does so where a text begins, and nowhere else: there a head that comes
+    next has no hidden states to draft from, and all other steps are as without it.
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: ProposerContext) -> None:
         if context.argument not in ("", START):
-            fix = f"behind the colon stands nothing, or {START!r}"
+            fix = f"pass nothing after the colon, or {START!r}"
             raise ConfigError("proposer", f"grammar_forced:{context.argument}", fix)
         self._only_starts = context.argument == START
         self._limit = context.config.max_forced_tokens
@@ -96,7 +96,7 @@ class GrammarForced(Proposer):
     def _draft(
         self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]
     ) -> list[int]:
-        """What is forced behind ``drafted``, which is the request's draft so far."""
+        """What is forced after ``drafted``, which is the request's draft so far."""
         if batch.constraints[request] is None:
             return []
         most = self._limit - len(lookahead.forced[request])
@@ -134,7 +134,7 @@ class _Known(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """What must come next: text, and behind it the end-of-text token if nothing else may follow."""
+    """What must come next: text, then the end-of-text token if nothing else may come after it."""
 
     text: bytes
     stop: tuple[int, ...] = ()
@@ -152,11 +152,11 @@ class ForcedSearch:
         single = {int(ids[byte]): byte for byte in np.flatnonzero(ids >= 0)}
         self._stops = vocabulary.stop_token_ids
         self._words = _words([*single, *self._stops])
-        places = _places(self._words)
-        self._bytes = {places[token]: (token, byte) for token, byte in single.items()}
-        self._single_bits = sum(1 << place for place in self._bytes)
-        self._stop_bits = sum(1 << places[token] for token in self._stops)
-        self._places = places
+        positions = _bit_positions(self._words)
+        self._bytes = {positions[token]: (token, byte) for token, byte in single.items()}
+        self._single_bits = sum(1 << position for position in self._bytes)
+        self._stop_bits = sum(1 << positions[token] for token in self._stops)
+        self._bit_positions = positions
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
     def find(self, matcher: GrammarMatcher, row: NDArray[np.int32] | None = None) -> Forced:
@@ -188,7 +188,7 @@ class ForcedSearch:
         """The stop token where the row admits nothing else."""
         if np.bitwise_count(row.view(np.uint32)).sum() > 1:
             return ()
-        return tuple(token for token in self._stops if admitted >> self._places[token] & 1)
+        return tuple(token for token in self._stops if admitted >> self._bit_positions[token] & 1)
 
     def _fill(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
         matcher.fill_next_token_bitmask(self._row, 0)
@@ -201,7 +201,7 @@ def _words(token_ids: Sequence[int]) -> NDArray[np.int64]:
     return np.unique(np.array(token_ids, dtype=np.int64) >> 5)
 
 
-def _places(words: NDArray[np.int64]) -> dict[int, int]:
+def _bit_positions(words: NDArray[np.int64]) -> dict[int, int]:
     """Where the bit of each token of these words stands, once they are one integer."""
     return {
         32 * word + bit: 32 * at + bit

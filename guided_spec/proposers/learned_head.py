@@ -50,7 +50,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_drafter import Given, MaskedDrafter
+from guided_spec.proposers.masked_drafter import DraftPrefix, MaskedDrafter
 from guided_spec.types import Accepted, DraftPolicy
 
 DEFAULT_POLICY: DraftPolicy = "mask"
@@ -84,7 +84,7 @@ class LearnedHead(Proposer):
     """Drafts with a head that is fed with the target's hidden states.
 
     A step that drafts first reads the tokens verified since the last one, with the target's hidden
-    states, and so overwrites what the last draft left behind; then it drafts from its own output.
+    states, and so overwrites what the last draft stored; then it drafts from its own output.
 
     head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
     run: makes what runs the head over its slots.
@@ -117,11 +117,11 @@ class LearnedHead(Proposer):
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
         self._commit_read_ahead(batch, carry)
         self._read(batch)
-        carry_on = partial(self.read_ahead, batch)
+        launch_carry = partial(self.read_ahead, batch)
         if batch.num_draft_tokens == 0:
-            return FinishedDraft(no_draft(batch), (0,) * len(batch), carry_on)
+            return FinishedDraft(no_draft(batch), (0,) * len(batch), launch_carry)
         rows = self._open_rows(batch, lookahead)
-        return self._draft(batch, lookahead, rows).in_flight(carry_on)
+        return self._draft(batch, lookahead, rows).in_flight(launch_carry)
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
@@ -140,12 +140,12 @@ class LearnedHead(Proposer):
         slots, counts = [batch.slots[row] for row in rows], [counts[row] for row in rows]
         if not rows or not head.can_read_ahead(slots, counts):
             return None
-        given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
+        fresh = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
         if len(rows) < len(batch):  # the head has more to read of the others than was read here
             index = to_device(rows, batch.device)
-            token_ids, states, num_accepted = given
-            given = token_ids[index], states[index], num_accepted[index]
-        head.read_ahead(ReadAhead(slots, *given, counts))
+            token_ids, states, num_accepted = fresh
+            fresh = token_ids[index], states[index], num_accepted[index]
+        head.read_ahead(ReadAhead(slots, *fresh, counts))
         known = {slot: (row, lengths[row]) for slot, row in zip(slots, rows, strict=True)}
         return _ReadAhead(known, packed)
 
@@ -168,7 +168,7 @@ class LearnedHead(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """Who reads ahead is packed."""
+        """Packed forwards where the head reads ahead, else stock modules."""
         return "stock modules" if self._ahead is None else "packed forwards"
 
     @property
@@ -177,7 +177,7 @@ class LearnedHead(Proposer):
         return self._vocabulary is not None
 
     def release(self, slots: Sequence[int]) -> None:
-        """The slots start anew with their next requests."""
+        """The slots start empty with their next requests."""
         self._head.release(slots)
 
     def _open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
@@ -189,7 +189,7 @@ class LearnedHead(Proposer):
         ]
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
-        """The loop behind its run, in which ``rows`` draft."""
+        """The loop after its run, in which ``rows`` draft."""
         if self._whole is not None:
             most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
             batch = replace(batch, limits=tuple(most))
@@ -245,26 +245,26 @@ class LearnedHead(Proposer):
             self._head.depth(slot) for slot in slots
         ):  # another draft of this step has followed it
             return False
-        given = None
+        prefix = None
         if is_given:
             read = [drafted[row] if row in rows else () for row in range(len(batch))]
-            given = Given.of(read, count, batch.device)
+            prefix = DraftPrefix.of(read, count, batch.device)
         if masked is not None:
-            loop.take_masked(masked, slots, given, texts)
-        elif given is None:
+            loop.take_masked(masked, slots, prefix, texts)
+        elif prefix is None:
             loop.take(whole.draft_greedily(slots, count))
         else:
-            loop.take(given.behind(whole.draft_greedily(slots, count, given.token_ids).T).T)
+            loop.take(prefix.after(whole.draft_greedily(slots, count, prefix.token_ids).T).T)
         return True
 
     def _may_draft(self, batch: DecodeBatch, drafted: int, row: int) -> bool:
-        """Whether the slot has been read, and can hold the longest draft behind its text.
+        """Whether the slot has been read, and can hold the longest draft after its text.
 
         drafted: tokens that the draft holds already.
 
-        Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
-        longer one costs all requests a step of the head. What is behind it comes in the next step,
-        from the target's own hidden states.
+        Where it drafts by a graph, that holds K tokens of the draft, whichever member they are
+        from: a longer one costs all requests a step of the head. Later tokens come in the next
+        step, from the target's own hidden states.
         """
         slot = batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
@@ -316,9 +316,9 @@ class LearnedHead(Proposer):
         pieces: dict[int, _Piece],
         rests: dict[int, _Piece],
     ) -> list[int]:
-        """Of ``rows`` with one prompt: who holds it behind ``pieces``, and who takes it then.
+        """Of ``rows`` with one prompt: the holder after ``pieces``, then those that copy it.
 
-        Empty where nobody takes it. Moves to ``rests`` what is read behind it.
+        Empty where nobody takes it. Moves to ``rests`` what is read after it.
         """
         head, length = self._head, batch.prompt_lengths[rows[0]] - 1
         lengths = {row: head.length(batch.slots[row]) for row in rows}
@@ -481,9 +481,9 @@ qwen3_5_mtp = partial(_build, "qwen3_5_mtp", partial(_packed, PackedMtp))
 mtp = partial(_build, "mtp", partial(_packed, PackedMtp))
 # DFlash from z-lab, DeepSeek or speculators: one forward of the head drafts a block.
 dflash = partial(_build, "dflash", _over_blocks)
-# DFlash 2 from z-lab or speculators: a block whose candidates are scored as they follow.
+# DFlash 2 from z-lab or speculators: a block whose candidates are scored by their predecessors.
 dflash2 = partial(_build, "dflash2", _over_blocks)
 # DSpark from DeepSeek or speculators: a block with a Markov head.
 dspark = partial(_build, "dspark", _over_blocks)
-# P-EAGLE from speculators or in EAGLE-3's layout: masks behind the text, at once.
+# P-EAGLE from speculators or in EAGLE-3's layout: masks after the text, at once.
 p_eagle = partial(_build, "p_eagle", _over_masks)

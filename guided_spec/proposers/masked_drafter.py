@@ -20,7 +20,7 @@ from guided_spec.masks.rows import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.ops.mailbox import Answer, Mailbox, Told, answer, fetch_rows
+from guided_spec.ops.mailbox import Mailbox, Reply, Report, fetch_rows, reply
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
@@ -36,10 +36,10 @@ KINDS = (
 )
 
 
-class Given(NamedTuple):
+class DraftPrefix(NamedTuple):
     """What the drafts hold before a head goes on.
 
-    token_ids: int64 [B, K] on the host, -1 behind each row's end. counts: int64 [B] on the head's
+    token_ids: int64 [B, K] on the host, -1 after each row's end. counts: int64 [B] on the head's
     device.
     """
 
@@ -47,12 +47,12 @@ class Given(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Given:
+    def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> DraftPrefix:
         """rows: [B] tokens, fewer than ``width`` each."""
         return cls(pad_ids(rows, width, -1), to_device([len(row) for row in rows], device))
 
-    def behind(self, drawn: Tensor) -> Tensor:
-        """Of ``drawn`` [K, B, ...] in the same shape: what follows each row's tokens, then any."""
+    def after(self, drawn: Tensor) -> Tensor:
+        """Of ``drawn`` [K, B, ...], same shape: what comes after each row's tokens, then any."""
         steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
         places = (self.counts + steps).clamp_max(len(drawn) - 1)
         return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
@@ -75,8 +75,8 @@ class DraftBuffers(NamedTuple):
 class MaskedTurn(NamedTuple):
     """A head's part of a step.
 
-    ends: [B] tokens that each draft holds behind it at most. given: None where no draft holds any
-    before it. A request that drafts nothing is given nothing. texts: whose rows the device takes
+    ends: [B] tokens that each draft holds after it at most. prefix: None where no draft holds any
+    before it. A request that drafts nothing has no prefix. texts: whose rows the device takes
     from tables; None where there are none.
 
     No turn ends before: the graph is launched.
@@ -84,17 +84,17 @@ class MaskedTurn(NamedTuple):
 
     lookahead: Lookahead
     ends: Sequence[int]
-    given: Given | None
+    prefix: DraftPrefix | None
     texts: TabledTexts | None = None
 
     @property
     def needs_host(self) -> bool:
-        """Whether anybody's mask is filled by the host."""
+        """Whether any request's mask is filled by the host."""
         return self.texts is None or not self.texts.is_alone
 
     def first(self) -> int:
         """The first position at which any request draws."""
-        if self.given is None:
+        if self.prefix is None:
             return 0
         with self.at_work() as lookahead:
             rows = zip(lookahead.drafted, lookahead.is_open, strict=True)
@@ -122,27 +122,27 @@ class MaskedDraft:
         self._depths = depths
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         """Whether the device waits for nothing any more."""
         return self._depth >= self._depths
 
     @property
     def needs_host(self) -> bool:
         """Whether the device waits for the host before the draft is made."""
-        return self._turn.needs_host and not self.is_walked
+        return self._turn.needs_host and not self.is_advanced
 
     def release(self) -> None:
         """The device waits for no mask."""
         self._mailbox.release()
 
     def begin(self) -> None:
-        """Fill the first mask. Positions before it are of given tokens only."""
+        """Fill the first mask. Positions before it are of prefix tokens only."""
         with self._turn.at_work() as lookahead:
             for depth in range(self._depth + 1):
                 self._post(lookahead, depth)
 
     def accept_drawn(self, count: int | None = None) -> None:
-        """Accept the next tokens as they come, ``count`` or all, and fill the mask behind each.
+        """Accept the next tokens as they come, ``count`` or all, and fill the mask after each.
 
         Does nothing once all are accepted.
         """
@@ -173,7 +173,7 @@ class MaskedDraft:
         else:
             self._post(lookahead, self._depth)
 
-    def _wait(self, depth: int) -> Answer:
+    def _wait(self, depth: int) -> Reply:
         return self._mailbox.wait(depth, len(self._turn.ends), self._check)
 
     def _post(self, lookahead: Lookahead, depth: int) -> None:
@@ -193,7 +193,7 @@ class MaskedDrafter:
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
-    mailbox: through which they go. words: of a mask row. held: what its graphs sample with.
+    mailbox: of their masks and tokens. words: of a mask row. held: what its graphs sample with.
     scores_at_once: as of the head, see ``DraftForward``.
     """
 
@@ -222,11 +222,11 @@ class MaskedDrafter:
     ) -> MaskedDraft:
         """Launch a draft of ``batch.num_draft_tokens`` for all requests, which stand in ``slots``.
 
-        sampling: of the draft. noise: of the tokens behind the contexts; None where every request
-        is greedy.
+        sampling: of the draft. noise: of the tokens after the contexts; None where every request is
+        greedy.
         """
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
-        token_ids = None if turn.given is None else turn.given.token_ids
+        token_ids = None if turn.prefix is None else turn.prefix.token_ids
         ticket = self.mailbox.begin()
         buffers = self._buffers_for(is_sampled=noise is not None)
         draft = MaskedDraft(self.mailbox, turn, buffers, count, size)
@@ -239,9 +239,9 @@ class MaskedDrafter:
         picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors)
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
-        beside = None if self.scores_at_once else begin
-        self._head.draft_by(picker, slots, count, token_ids, beside)
-        if begin is not None and beside is None:
+        overlapped = None if self.scores_at_once else begin
+        self._head.draft_by(picker, slots, count, token_ids, overlapped)
+        if begin is not None and overlapped is None:
             begin()
         if texts is not None and not turn.needs_host:
             turn.lookahead.leave(texts, sources)  # nobody asked before the launch
@@ -258,8 +258,8 @@ class MaskedDrafter:
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
                 buffers = self._buffers_for(is_sampled=noise is not None)
                 picker = _Picker(self, 0, size, buffers, sampling, noise)
-                for given in (0, self._count):
-                    self._head.capture_by(picker, self._count, given, size)
+                for num_prefix in (0, self._count):
+                    self._head.capture_by(picker, self._count, num_prefix, size)
                     yield
 
     def _buffers_for(self, *, is_sampled: bool) -> DraftBuffers:
@@ -296,13 +296,13 @@ class _Picker:
         return ("masked", *sampling_key(self.sampling, self.noise))
 
     def inputs(self, graph: Hashable, size: int) -> Inputs:
-        given = dict[str, Tensor]()
+        inputs = dict[str, Tensor]()
         if self.noise is not None:
-            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.rows)
-            given["positions"] = self.noise.positions
+            inputs = self.drafter.held.changed(graph, self.sampling, self.noise, self.rows)
+            inputs["positions"] = self.noise.positions
         none = torch.zeros(0, CURSOR, dtype=torch.int64)
-        given["cursors"] = none if self.cursors is None else self.cursors
-        return {name: pad_rows(value, size) for name, value in given.items()}
+        inputs["cursors"] = none if self.cursors is None else self.cursors
+        return {name: pad_rows(value, size) for name, value in inputs.items()}
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drafter, buffers, rows, cursors = self.drafter, self.buffers, len(logits), inputs["cursors"]
@@ -313,8 +313,8 @@ class _Picker:
         fetch_rows(drafter.mailbox.orders[depth], ticket, mask, sources[depth])
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
         drawn = choose_draft(logits, mask, drafter.target_ids, *drawing)
-        told = Told(ticket, drafter.mailbox.answers[depth], ids)
-        answer(drawn.tokens, drawn.starved, told, cursors, sources[depth + 1])
+        report = Report(ticket, drafter.mailbox.replies[depth], ids)
+        reply(drawn.tokens, drawn.starved, report, cursors, sources[depth + 1])
         if buffers.probs is not None and drawn.probs is not None:
             buffers.probs[depth, :rows].copy_(drawn.probs)
         if buffers.rescued is not None and drawn.rescued is not None:

@@ -1,8 +1,8 @@
-"""Suffix decoding: what followed most often where the text's last tokens stood before.
+"""Suffix decoding: what came most often after the text's last tokens before.
 
 Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024,
 arXiv:2411.04975): two suffix trees, of the request's own text and of finished texts of its kind.
-The draft follows the more frequent way from the longest match, and is no longer than the match
+The draft takes the more frequent branch after the longest match, and is no longer than the match
 and its counts deserve.
 
 The trees are cut at a depth. A run that stands in the texts once has no nodes below it: where it
@@ -30,7 +30,7 @@ CANDIDATES = 4  # followers that are named, for a grammar to choose from
 _NOTHING: list[int] = []
 KEPT = 1 << 16  # tokens of finished texts that are remembered, of all kinds together
 LONGEST_TEXT = 1 << 12  # tokens that are learned of one of them
-OWN_TOKENS = 1 << 14  # of a request's own text; beyond, the later half is counted anew
+OWN_TOKENS = 1 << 14  # of a request's own text; beyond, the later half is counted again
 READ_AT_ONCE = 1 << 9  # of them that a step reads, so that long prompts hold up nobody
 REACH = 4  # drafted tokens for each matched one
 LEAST_CHANCE = 0.1  # that a drafted token and all before it are right, by their counts
@@ -256,7 +256,7 @@ class Suffix:
         return host_draft(batch, lookahead.extend_best(options))
 
     def learn(self, texts: Sequence[FinishedText]) -> None:
-        """Remember what was written, and the few tokens before it, behind which it begins."""
+        """Remember what was written, and the few tokens before it."""
         for text in texts:
             if len(text.token_ids) > text.prompt_length:
                 start = max(0, text.prompt_length - LONGEST)
@@ -351,9 +351,9 @@ class _Group:
 def continuations(
     known: Sequence[SuffixCounts], tail: list[int], drafted: Sequence[int], most: int
 ) -> Iterator[list[int]]:
-    """Candidates for each of up to ``most`` tokens behind ``tail``, made when they are asked for.
+    """Candidates for each of up to ``most`` tokens after ``tail``, made when they are asked for.
 
-    drafted: where whoever asks appends the candidate that it took. The draft ends where it takes
+    drafted: to which the caller appends the candidate that it took. The draft ends where it takes
         none.
 
     Of the longest matches in ``known`` the one with the largest product of its length and of the

@@ -73,7 +73,7 @@ def summary(traces: Sequence[Trace]) -> str:
 
 
 def _name(trace: Trace) -> str:
-    """The proposer's, with places to break the line."""
+    """The proposer's, with line-break opportunities."""
     return re.sub("([:+])", r"\1<wbr>", escape(trace.proposer))
 
 
@@ -129,7 +129,7 @@ def _run(number: int, trace: Trace) -> str:
 
 
 class _Bar(NamedTuple):
-    """One bar: how wide and how high it is beside the others, and what a table says of it."""
+    """One bar: its width and height relative to the others, and its row in the table."""
 
     width: float
     height: float
@@ -172,9 +172,9 @@ LEGEND = (
     ("accepted", "drafted and accepted"),
     ("accepted forced", "forced by the grammar, and accepted"),
     ("rejected", "rejected by the target"),
-    ("replacement", "what the target drew in its place"),
-    ("unused", "drafted behind a rejected token"),
-    ("bonus", "drawn behind a draft that was accepted whole"),
+    ("replacement", "what the target drew instead"),
+    ("unused", "drafted after a rejected token"),
+    ("bonus", "drawn after a draft that was accepted whole"),
 )
 
 
@@ -250,7 +250,7 @@ class StepMarkup(NamedTuple):
             "token": f"{token.text!r}, id {token.id}",
             "output position": str(shown.position),
             "by": "the grammar" if token.source == FORCED else token.source,
-            "outcome": token.outcome + (", behind the end of the text" * shown.is_dropped),
+            "outcome": token.outcome + (", after the end of the text" * shown.is_dropped),
             "draft probability": _percent(token.draft_prob),
             "target probability": _percent(token.target_prob),
             "with temperature, filters": _percent(token.processed_prob),
@@ -273,7 +273,7 @@ class _Shown(NamedTuple):
 
 
 def _shown(step: StepTrace) -> list[_Shown]:
-    """The tokens of a step, the drawn one right behind what was accepted or rejected."""
+    """The tokens of a step, the drawn one right after what was accepted or rejected."""
     num_accepted = sum(token.outcome == "accepted" for token in step.drafted)
     drafted = [
         _Shown(token, step.start + at, step.num_kept <= at < num_accepted)

@@ -1,4 +1,4 @@
-"""What speculation did, token by token: the record of a text, and who fills it."""
+"""What speculation did, token by token: the record of a text, and the recorder that fills it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class TokenTrace:
     id, text: the token; bytes that are no UTF-8 are written as ``\\\\xe4``, and a token that shows
         no text, such as one that ends it, has "".
     source: "forced" by the grammar, the name of the proposer that drafted it, or "target".
-    outcome: "accepted", "rejected", or "unused" behind a rejected one; "replacement", drawn in the
-        place of a rejected one, or "bonus", drawn behind a draft that was accepted whole.
+    outcome: "accepted", "rejected", or "unused" after a rejected one; "replacement", drawn instead
+        of a rejected one, or "bonus", drawn after a draft that was accepted whole.
     draft_prob: what the drafter drew it with; None where it was certain of it: forced, looked up,
         or a greedy choice.
     target_prob: the target's probability under the grammar, before temperature and filters; None
-        behind a token that the grammar refuses.
+        after a token that the grammar refuses.
     processed_prob: that of the distribution which decided: after penalties, temperature and
         filters.
-    allowed: tokens that the grammar allowed in its place; None for free text, and behind a token
-        that it refuses.
+    allowed: tokens that the grammar allowed there; None for free text, and after a token that it
+        refuses.
     place: JSON pointer of the value that was being written before it; None unless the text is JSON.
     """
 
@@ -64,12 +64,12 @@ class TokenTrace:
 class StepTrace:
     """One speculative step of one request.
 
-    start: output tokens before it. drafted: its draft, in order. drawn: the token behind what was
+    start: output tokens before it. drafted: its draft, in order. drawn: the token after what was
     accepted; None where the accepted tokens ended the text, or none was legal.
     num_kept: accepted and drawn tokens that the text has; a stop or ``max_tokens`` drops the rest.
     at: seconds from the start of the request's first step to the end of this one. seconds: that
     this one took, from the making of its batch to its commit. mask_seconds: host time on the masks
-    of all its requests, a part of it or beside the target's forward. num_requests: in its batch.
+    of all its requests, a part of it or during the target's forward. num_requests: in its batch.
     """
 
     start: int
@@ -168,7 +168,7 @@ class TraceSource(NamedTuple):
 class SeenStep(NamedTuple):
     """One request's part of a step.
 
-    request: its place in the batch. num_drafted, num_accepted: tokens. drawn: the token behind the
+    request: its index in the batch. num_drafted, num_accepted: tokens. drawn: the token after the
     accepted ones, -1 for none. positions: K + 1. forced: positions whose tokens were forced.
     num_legal: draft tokens before the first illegal one. num_rows: mask rows that were filled; None
     for free text. turns: of a chain's members. started, ended: of ``time.perf_counter``.
@@ -190,7 +190,7 @@ class SeenStep(NamedTuple):
     num_requests: int
 
     def author(self, position: int) -> str | None:
-        """Who drafted a token, as far as that is known; None for the proposer as a whole."""
+        """The proposer of a token, as far as that is known; None for the proposer as a whole."""
         if position in self.forced:
             return FORCED
         if position >= self.num_legal:  # illegal: whose turn it was is not written down
@@ -223,7 +223,7 @@ def see_step(step: Step, batch: DecodeBatch, started: float) -> list[SeenStep | 
         num_accepted, *token_ids = packed[request]
         is_free = batch.constraints[request] is None
         num_rows = None if is_free else ahead.num_rows[request]
-        # Behind a complete text of a grammar there is no row, and what is drawn there is dropped.
+        # After a complete text of a grammar there is no row, and what is drawn there is dropped.
         has_ended = num_rows is not None and num_accepted >= num_rows
         seen[request] = SeenStep(
             request=request,
@@ -246,7 +246,7 @@ def see_step(step: Step, batch: DecodeBatch, started: float) -> list[SeenStep | 
 class TraceRecorder:
     """One text's trace as it grows.
 
-    marker: behind which the grammar binds; None where it binds at once.
+    marker: after which the grammar binds; None where it binds at once.
     """
 
     def __init__(
@@ -274,9 +274,9 @@ class TraceRecorder:
     def add(self, seen: SeenStep, num_kept: int) -> None:
         """One more step, of whose accepted and drawn tokens the text has ``num_kept``."""
         self._began = seen.started if self._began is None else self._began
-        places = self._places(seen)
-        drafted = tuple(self._drafted(seen, at, places[at]) for at in range(seen.num_drafted))
-        drawn = self._drawn(seen, places[seen.num_accepted])
+        pointers = self._pointers(seen)
+        drafted = tuple(self._drafted(seen, at, pointers[at]) for at in range(seen.num_drafted))
+        drawn = self._drawn(seen, pointers[seen.num_accepted])
         step = StepTrace(
             start=self._num_tokens,
             drafted=drafted,
@@ -341,23 +341,23 @@ class TraceRecorder:
     def _text(self, token_id: int) -> str:
         return self._vocabulary.text_bytes[token_id].decode("utf-8", "backslashreplace")
 
-    def _places(self, seen: SeenStep) -> list[str | None]:
-        """The pointer before each draft token, and behind the last one."""
+    def _pointers(self, seen: SeenStep) -> list[str | None]:
+        """The pointer before each draft token, and after the last one."""
         if self._path is None or self._is_before_marker:
             return [None] * (seen.num_drafted + 1)
         ahead = self._path.fork()
-        places: list[str | None] = [ahead.pointer]
+        pointers: list[str | None] = [ahead.pointer]
         for found in seen.positions[: seen.num_legal]:
             ahead.feed(self._vocabulary.text_bytes[found.draft_id])
-            places.append(ahead.pointer)
-        return places + [None] * (seen.num_drafted - seen.num_legal)
+            pointers.append(ahead.pointer)
+        return pointers + [None] * (seen.num_drafted - seen.num_legal)
 
     @property
     def _is_before_marker(self) -> bool:
         return self._marker is not None and self._marker_state < len(self._marker)
 
     def _advance(self, token_ids: Sequence[int]) -> None:
-        """The text goes on: in its free part, or in the JSON behind it."""
+        """The text goes on: in its free part, or in the JSON after it."""
         for token_id in token_ids:
             if self._is_before_marker:
                 assert self._marker is not None
@@ -371,7 +371,7 @@ def _known(probability: float) -> float | None:
 
 
 class JsonPath:
-    """Where a JSON text that is being written stands: it follows the bytes, cut anywhere.
+    """The position in a JSON text that is being written, from its bytes, cut anywhere.
 
     It reads the text alone and checks nothing: it is for texts that a grammar keeps to JSON.
     """
@@ -397,7 +397,7 @@ class JsonPath:
                 self._read_in_string(self._string, byte)
 
     def fork(self) -> JsonPath:
-        """A copy that goes its own way."""
+        """An independent copy."""
         other = JsonPath()
         other._open = [replace(container) for container in self._open]
         other._string = None if self._string is None else bytearray(self._string)

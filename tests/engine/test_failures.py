@@ -325,14 +325,16 @@ def test_an_unknown_proposer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ngram:foo", "none:mask", "chain:grammar_forced+suffix:mask"])
 def test_a_proposer_that_takes_nothing_behind_its_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+    with pytest.raises(ConfigError, match="takes nothing after the colon: pass"):
         make_llm("llama", name)
-    with pytest.raises(ConfigError, match="takes nothing behind the colon: pass"):
+    with pytest.raises(ConfigError, match="takes nothing after the colon: pass"):
         require_proposer(name)
 
 
 def test_forced_text_has_one_place_to_name() -> None:
-    with pytest.raises(ConfigError, match="'grammar_forced:end': .* nothing, or 'start'"):
+    with pytest.raises(
+        ConfigError, match="'grammar_forced:end': .* nothing after the colon, or 'start'"
+    ):
         make_llm("llama", "chain:grammar_forced:end+ngram")
 
 

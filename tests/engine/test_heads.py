@@ -271,12 +271,12 @@ class Watched(NamedTuple):
         return self.inner.most
 
     @property
-    def is_walked(self) -> bool:
-        return self.inner.is_walked
+    def is_advanced(self) -> bool:
+        return self.inner.is_advanced
 
     @property
-    def answer(self) -> Callable[[], None] | None:
-        return self.inner.answer
+    def serve_mailbox(self) -> Callable[[], None] | None:
+        return self.inner.serve_mailbox
 
     def finish(self) -> Draft:
         draft, batch = self.inner.finish(), self.batch

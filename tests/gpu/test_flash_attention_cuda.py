@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.gpu.lmdeploy_attention import provide_flash_attention
 from benchmarks.kernels.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.models.packed.packed_lm import Rows, split_index
 from guided_spec.ops.attention import flash_attention as module
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -61,13 +61,13 @@ def test_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lines(*rows: tuple[int, int]) -> Tensor:
         starts, counts = zip(*rows, strict=True)
-        return torch.from_numpy(Rows([0, 1, 2], starts, counts).places(640, 4)).to(CUDA)
+        return torch.from_numpy(Rows([0, 1, 2], starts, counts).packed_index(640, 4)).to(CUDA)
 
     given = lines((3000, 512), (17, 6), (700, 6))
 
     def attend() -> Tensor:
-        tokens, rows = split_places(given, 640)
-        places = SlotPlaces(tokens, rows, tables, longest, 640, fits=True)
+        tokens, rows = split_index(given, 640)
+        places = SlotIndex(tokens, rows, tables, longest, 640, fits=True)
         return slot_attention(query, None, buffers, places, scale=0.1)
 
     attend()

@@ -147,4 +147,4 @@ def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
     texts = [chunk.completion for chunk in chunks if chunk.completion is not None]
     assert [text.error for text in texts] == [None, None]
     assert all(text.stats.device_steps for text in texts)
-    assert {"_await", "_copy", "_answer", "_advance"}.isdisjoint(names)
+    assert {"_await", "_copy", "_reply", "_advance"}.isdisjoint(names)

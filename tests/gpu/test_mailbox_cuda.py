@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guided_spec.ops import mailbox, mailbox_triton
-from guided_spec.ops.mailbox import Mailbox, Told, answer, can_share, fetch_rows
+from guided_spec.ops.mailbox import Mailbox, Report, can_share, fetch_rows, reply
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_rows_filled_while_it_waits(words: int, count: int) -> None:
         for depth in range(2):
             fetch_rows(box.orders[depth], ticket, masks[depth])
             tokens = masks[depth, :, -1].long()
-            answer(tokens, tokens > 0, Told(ticket, box.answers[depth], ids[depth]))
+            reply(tokens, tokens > 0, Report(ticket, box.replies[depth], ids[depth]))
 
     body()
     torch.cuda.synchronize()
@@ -79,8 +79,8 @@ def test_the_kernels_do_what_torch_does(words: int) -> None:
     assert torch.equal(found.cpu(), expected)
     tokens, starved = torch.tensor([7, -1, 2**31 - 3]), torch.tensor([False, True, True])
     outs = [torch.zeros(3, 2, dtype=torch.int64, device=d)[:, 1] for d in ("cuda", "cpu")]
-    answer(tokens.cuda(), starved.cuda(), Told(ticket.cuda(), box.answers[0], outs[0]))
-    answer(tokens, starved, Told(ticket, host.answers[0], outs[1]))
+    reply(tokens.cuda(), starved.cuda(), Report(ticket.cuda(), box.replies[0], outs[0]))
+    reply(tokens, starved, Report(ticket, host.replies[0], outs[1]))
     torch.cuda.synchronize()
-    assert torch.equal(box.answers, host.answers)
+    assert torch.equal(box.replies, host.replies)
     assert torch.equal(outs[0].cpu(), outs[1])

@@ -32,7 +32,7 @@ def test_it_does_not_wait_for_the_current_stream_unless_told() -> None:
         copied.record()
     copied.synchronize()
     assert not ended.query()
-    side.follow()
+    side.after_current()
     with side.use():
         seen[1:].copy_(slow)
     side.join()
@@ -55,7 +55,7 @@ def test_it_waits_for_a_download() -> None:
     torch.cuda._sleep(LONG)
     slow += 1
     download = Download(slow)
-    side.follow_download(download)
+    side.after_download(download)
     with side.use():
         assert Download(slow.clone()).wait().item() == 1
 
@@ -63,13 +63,13 @@ def test_it_waits_for_a_download() -> None:
 def test_what_is_lent_is_not_given_to_others_before() -> None:
     side, torn = SideStream(CUDA), list[int]()
     for _ in range(20):
-        lent = torch.ones(1 << 20, device=CUDA)
-        side.follow()
+        borrowed = torch.ones(1 << 20, device=CUDA)
+        side.after_current()
         with side.use():
             torch.cuda._sleep(LONG // 100)
-            read = Download((lent != 1).sum())
-        side.lend(lent, None)
-        del lent
+            read = Download((borrowed != 1).sum())
+        side.borrow(borrowed, None)
+        del borrowed
         torch.full((1 << 20,), 5.0, device=CUDA)
         torn.append(int(read.wait()))
     assert sum(torn) == 0

@@ -10,7 +10,7 @@ import torch
 from guided_spec.ops.attention.slot_attention import slot_attention
 from guided_spec.ops.linear.experts import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
-from tests.slot_lines import Alike, Case, Span, Unused, kept_positions, make, places_of
+from tests.slot_lines import Case, SharedPrefix, Span, Unused, kept_positions, make, places_of
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,10 @@ def test_texts_that_begin_alike(batch: int, tokens: int, block: int, dtype: torc
     spans = [Span(slot, 128 + 5 * (slot % 9), tokens) for slot in slots]
     spans.append(Span(slots[0], 128 + 5 * (slots[0] % 9) + tokens, 2))
     rest = tuple(slots[batch // 2 :])
-    alike = (Alike(tuple(slots[: batch // 2]), 128 // block), Alike(rest[:-1] or rest, 1))
+    alike = (
+        SharedPrefix(tuple(slots[: batch // 2]), 128 // block),
+        SharedPrefix(rest[:-1] or rest, 1),
+    )
     given = Case(8, 4, 128, 300, block, spans, Unused(3, 2), alike=alike)
     for has_sinks in (False, True):
         compare(given._replace(has_sinks=has_sinks), dtype, tokens)

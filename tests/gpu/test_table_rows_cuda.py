@@ -9,7 +9,7 @@ from guided_spec.integrations.vllm.drafts.tabled_requests import drafter_rows
 from guided_spec.masks.rows import DeviceTables, MaskRows
 from guided_spec.models.packed.decoder import refusing_waits
 from guided_spec.ops import table_rows
-from guided_spec.ops.mailbox import UNTICKETED, Mailbox, Told, answer, fetch_rows
+from guided_spec.ops.mailbox import UNTICKETED, Mailbox, Report, fetch_rows, reply
 from guided_spec.ops.table_rows import SOURCE
 from tests.ops.table_walks import STEPS, cases, compare, host_walk, random_table, start
 from tests.toys import row_writer
@@ -54,8 +54,8 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
         sources[0].copy_(cursors[:, SOURCE])
         for step in range(STEPS):
             fetch_rows(box.orders[step], ticket, masks[step], sources[step])
-            told = Told(ticket, box.answers[step], ids)
-            answer(token_ids[step], None, told, cursors, sources[step + 1])
+            report = Report(ticket, box.replies[step], ids)
+            reply(token_ids[step], None, report, cursors, sources[step + 1])
 
     body()
     torch.cuda.synchronize()
@@ -74,8 +74,8 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
         expected = host_walk(tables, drawn, words).masks[:STEPS]
         expected[expected == 7] = 5  # no row of a table: what the host fills
         assert torch.equal(masks.cpu(), expected)
-        told = [box.wait(step, texts, torch.cuda.synchronize).token_ids for step in range(STEPS)]
-        assert told == drawn.tolist()
+        seen = [box.wait(step, texts, torch.cuda.synchronize).token_ids for step in range(STEPS)]
+        assert seen == drawn.tolist()
         del kept
 
 

@@ -24,7 +24,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks import filler as row_filler
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.filler import RowFiller, Walk
+from guided_spec.masks.filler import RequestDraft, RowFiller
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.bitmask import unpack_bitmask
@@ -81,17 +81,17 @@ class Case:
             for constraint, row in zip(self.constraints, picks, strict=True)
         ]
 
-    def walks(self) -> list[Walk]:
+    def request_drafts(self) -> list[RequestDraft]:
         """What a new step begins with, all drafts appended and no row filled."""
         self.rows.clear(len(self.constraints))
-        walks = []
-        for at, (constraint, draft) in enumerate(zip(self.constraints, self.drafts, strict=True)):
-            walk = Walk(at, None if constraint is None else constraint.fork(), DEPTHS - 1)
-            for token in draft:
-                if walk.is_open:
-                    assert walk.append(token)
-            walks.append(walk)
-        return walks
+        found = []
+        for at, (constraint, tokens) in enumerate(zip(self.constraints, self.drafts, strict=True)):
+            draft = RequestDraft(at, None if constraint is None else constraint.fork(), DEPTHS - 1)
+            for token in tokens:
+                if draft.is_open:
+                    assert draft.append(token)
+            found.append(draft)
+        return found
 
 
 def legal_tokens(constraint: Constraint, picks: Sequence[int]) -> list[int]:
@@ -113,14 +113,14 @@ def legal_tokens(constraint: Constraint, picks: Sequence[int]) -> list[int]:
 
 
 def filled(case: Case, threads: int) -> Tensor:
-    walks = case.walks()
-    RowFiller(case.rows).fill(walks, threads=threads)
-    for walk in walks:
-        assert walk.num_missing == 0
-        if walk.fork is not None:  # the forks stand where they stood
-            assert walk.fork.token_ids == walk.drafted
-            assert walk.fork.matcher.is_terminated() == walk.has_ended
-    return case.rows.first(len(walks), DEPTHS).clone()
+    drafts = case.request_drafts()
+    RowFiller(case.rows).fill(drafts, threads=threads)
+    for draft in drafts:
+        assert draft.num_missing == 0
+        if draft.fork is not None:  # the forks stand where they stood
+            assert draft.fork.token_ids == draft.drafted
+            assert draft.fork.matcher.is_terminated() == draft.has_ended
+    return case.rows.first(len(drafts), DEPTHS).clone()
 
 
 PICKS = st.lists(st.lists(st.integers(0, 999), max_size=DEPTHS - 1), min_size=1, max_size=20)
@@ -150,11 +150,11 @@ def test_many_threads_fill_what_one_fills(
 def test_rows_filled_before_are_left_alone(picks: list[list[int]], asked: list[bool]) -> None:
     case = Case(picks, 0)
     alone = filled(case, 1)
-    walks = case.walks()
+    drafts = case.request_drafts()
     filler = RowFiller(case.rows)
-    filler.fill([walk for walk, is_asked in zip(walks, asked, strict=False) if is_asked])
-    filler.fill(walks, threads=3)
-    assert torch.equal(case.rows.first(len(walks), DEPTHS), alone)
+    filler.fill([draft for draft, is_asked in zip(drafts, asked, strict=False) if is_asked])
+    filler.fill(drafts, threads=3)
+    assert torch.equal(case.rows.first(len(drafts), DEPTHS), alone)
 
 
 def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +167,12 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(XGrammarBatch, "fill", counting)
     case = Case([[60, 62, 3]] * len(GRAMMARS), 0)  # "<>" ends the free part of the third
-    walks = case.walks()
-    missing = [walk for walk in walks if walk.num_missing]
+    drafts = case.request_drafts()
+    missing = [draft for draft in drafts if draft.num_missing]
     RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
-    sources = [XGrammarBatch.takes(w.fork.matcher.row_source) for w in walks if w.fork]
+    sources = [XGrammarBatch.takes(w.fork.matcher.row_source) for w in drafts if w.fork]
     assert sources == [True, True, True, False, False, False, False, False]
 
 
@@ -194,9 +194,9 @@ def test_other_threads_help_where_rows_take_long(
     shares: list[int] = []
     fill = RowFiller._fill_together
 
-    def counting(filler: RowFiller, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
-        shares.append(len(walks))
-        fill(filler, walks, batch)
+    def counting(filler: RowFiller, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
+        shares.append(len(drafts))
+        fill(filler, drafts, batch)
 
     monkeypatch.setattr(RowFiller, "_fill_together", counting)
     monkeypatch.setattr(row_filler, "cores", lambda: 4)
@@ -235,5 +235,5 @@ def test_a_failure_waits_for_the_other_threads(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ToyMatcher, "fill_next_token_bitmask", failing)
     with pytest.raises(ZeroDivisionError):
-        lookahead._filler.fill(lookahead._walks, threads=2)
-    assert [walk.filled for walk in lookahead._walks] == [0, 1, 0, 1, 0, 1]
+        lookahead._filler.fill(lookahead._drafts, threads=2)
+    assert [draft.filled for draft in lookahead._drafts] == [0, 1, 0, 1, 0, 1]

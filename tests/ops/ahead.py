@@ -28,7 +28,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
 )
 from guided_spec.ops.attention.slot_attention_triton import slot_attention
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
@@ -36,7 +36,7 @@ from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
 from guided_spec.ops.linear.experts import Gating, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
-from guided_spec.ops.mailbox import Mailbox, Told
+from guided_spec.ops.mailbox import Mailbox, Report
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
@@ -170,7 +170,7 @@ def fold(count: int, shape: DeltaShape) -> None:
     layer = DeltaLayer(shape, columns, taps, rates, rates, 1.0, norm, 1e-6)
     states = DeltaStates.empty(shape, 2, 38, taps[:0])
     line, rows = torch.zeros(2, count, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
-    places = SlotPlaces(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
+    places = SlotIndex(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
     gated_delta(torch.empty(count, kept + gate, dtype=torch.bfloat16), layer, states, places)
 
 
@@ -179,7 +179,7 @@ def turn(shape: QkvShape, part: int) -> None:
     packed = torch.empty(3, shape.width, dtype=torch.bfloat16)
     rotation = Rotation(*torch.empty(2, 256, shape.size // part, dtype=torch.bfloat16))
     line, rows = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
-    places = SlotPlaces(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
+    places = SlotIndex(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
     buffers = KeyValues(*torch.empty(2, 4, shape.keys, 64, shape.size, dtype=torch.bfloat16))
     norm = torch.empty(shape.size)
     rotate_and_store(packed, rotation, shape, HeadNorms(norm, norm, 1e-6), buffers, places)
@@ -193,8 +193,8 @@ def follow_tables(count: int) -> None:
     out = torch.empty(count, 2, words, dtype=torch.int32)
     for at, starved in enumerate((None, ids > 0)):
         mailbox_triton.fetch_rows(box.orders[at], ticket, out[:, 0].contiguous(), 2, sources[at])
-        told = Told(ticket, box.answers[at], sources[at])
-        mailbox_triton.answer(ids.clone(), starved, told, cursors, sources[at + 1])
+        report = Report(ticket, box.replies[at], sources[at])
+        mailbox_triton.reply(ids.clone(), starved, report, cursors, sources[at + 1])
         table_rows_triton.advance(sources[at], cursors, sources[at + 1])
     table_rows_triton.copy_rows(torch.stack(sources[:2]).T, out, is_blank=True)
 
@@ -228,7 +228,7 @@ def attend() -> None:
     buffers = KeyValues(*torch.empty(2, 4, 2, 64, 128, dtype=torch.bfloat16))
     tables = torch.zeros(2, 4, dtype=torch.int32)
     query = torch.empty(7, 8, 128, dtype=torch.bfloat16)
-    places = SlotPlaces(line, rows, tables, 255, width=4, view=256)
+    places = SlotIndex(line, rows, tables, 255, width=4, view=256)
     slot_attention(query, None, buffers, places, scale=1.0)
 
 

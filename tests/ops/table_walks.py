@@ -137,7 +137,7 @@ def check_following(ops: object, cursors: Tensor, token_ids: Tensor) -> None:
                 ops.advance(token_id.view(1), one, sources)  # type: ignore[attr-defined]
     texts = torch.cat([order, torch.full((2,), count, device=device)])
     wide = torch.cat([token_ids.T, token_ids[:, :1].T.expand(2, -1)]).to(torch.int32)
-    ops.follow(wide, counts, texts, own)  # type: ignore[attr-defined]
+    ops.advance_committed(wide, counts, texts, own)  # type: ignore[attr-defined]
     assert torch.equal(own, expected)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.attention.slot_attention import SlotPlaces
+from guided_spec.ops.attention.slot_attention import SlotIndex
 from guided_spec.ops.delta_rule import (
     DeltaColumns,
     DeltaLayer,
@@ -114,7 +114,7 @@ def packed_of(
     return torch.randn(count, width, generator=source).to(dtype)
 
 
-def places_at(spans: list[Span]) -> SlotPlaces:
+def places_at(spans: list[Span]) -> SlotIndex:
     return places_of(spans, TABLES, 1000, Unused(2, 1) if spans else Unused())
 
 

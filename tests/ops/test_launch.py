@@ -50,7 +50,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_combine": 1,
         "_await": 2,  # of up to 64 texts, and of more
         "_copy": 2,  # to rows that hold anything, and to others
-        "_answer": 2,  # of the target's own vocabulary, and of a reduced one
+        "_reply": 2,  # of the target's own vocabulary, and of a reduced one
         "_advance": 1,
     }
 

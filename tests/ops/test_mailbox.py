@@ -17,10 +17,10 @@ from guided_spec.ops.mailbox import (
     LAST_TICKET,
     UNTICKETED,
     Mailbox,
-    Told,
-    answer,
+    Report,
     can_share,
     fetch_rows,
+    reply,
 )
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def ticket_of(box: Mailbox) -> Tensor:
 
 
 def fail() -> None:
-    raise AssertionError("the answers were late")
+    raise AssertionError("the replies were late")
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def test_answers_arrive_whole(rows: list[tuple[int, bool]], ticket: int) -> None
     ids = torch.tensor([token for token, _ in rows])
     flags = torch.tensor([flag for _, flag in rows])
     out = torch.zeros(len(rows), 2, dtype=torch.int64)[:, 1]
-    with beside(lambda: answer(ids, flags, Told(ticket_of(box), box.answers[0], out))):
+    with beside(lambda: reply(ids, flags, Report(ticket_of(box), box.replies[0], out))):
         found = box.wait(0, len(rows), fail)
     assert found.token_ids == ids.tolist()
     assert found.starved == flags.long().tolist()
@@ -103,7 +103,7 @@ def test_an_answer_to_another_draft_does_not_count(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mailbox, "IMPATIENCE", 0.01)
     box, out = Mailbox(1, 2, WORDS, CPU), torch.zeros(2, dtype=torch.int64)
     box.begin()
-    answer(torch.tensor([1, 2]), None, Told(ticket_of(box), box.answers[0], out))
+    reply(torch.tensor([1, 2]), None, Report(ticket_of(box), box.replies[0], out))
     assert box.wait(0, 2, fail).token_ids == [1, 2]
     box.begin()
     with pytest.raises(AssertionError, match="late"):

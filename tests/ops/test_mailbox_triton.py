@@ -39,8 +39,8 @@ kept, first = start(tables, torch.device("cpu"))
 cursors, sources = first.expand(2, -1, -1).clone(), torch.zeros(2, 9, dtype=torch.int64)
 for token_ids in drawn:
     for at, ops in enumerate((kernels, mailbox)):
-        where = mailbox.Told(torch.ones(1).long(), torch.zeros(9).long(), torch.zeros(9).long())
-        ops.answer(token_ids, None, where, cursors[at], sources[at])
+        where = mailbox.Report(torch.ones(1).long(), torch.zeros(9).long(), torch.zeros(9).long())
+        ops.reply(token_ids, None, where, cursors[at], sources[at])
     assert torch.equal(cursors[0], cursors[1])
     assert torch.equal(sources[0], sources[1])
 assert sources.any()
@@ -48,11 +48,11 @@ assert sources.any()
 for count in (1, 7, 300):
     tokens, flags = torch.randint(-1, 2**31 - 2, (count,)), torch.rand(count) < 0.5
     for starved in (None, flags):
-        told, out = torch.zeros(2, count + 1, dtype=torch.int64), torch.zeros(2, count, 3).long()
+        words, out = torch.zeros(2, count + 1, dtype=torch.int64), torch.zeros(2, count, 3).long()
         for at, ops in enumerate((kernels, mailbox)):
-            where = mailbox.Told(torch.tensor([2**31 - 1]), told[at], out[at, :, 1])
-            ops.answer(tokens, starved, where)
-        assert torch.equal(told[0], told[1])
+            where = mailbox.Report(torch.tensor([2**31 - 1]), words[at], out[at, :, 1])
+            ops.reply(tokens, starved, where)
+        assert torch.equal(words[0], words[1])
         assert torch.equal(out[0], out[1])
 print("equal")
 """

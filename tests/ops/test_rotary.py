@@ -15,7 +15,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
 )
 from guided_spec.ops.pointwise import rotate_and_store
 from tests.ops.interpreted import run_interpreted
@@ -64,7 +64,7 @@ class Given(NamedTuple):
 
     packed: Tensor
     rotation: Rotation
-    places: SlotPlaces
+    places: SlotIndex
 
 
 def make(
@@ -82,7 +82,7 @@ def make(
     return Given(packed, Rotation(cos, sin), places)
 
 
-def empty(shape: QkvShape, places: SlotPlaces, block: int = 4) -> KeyValues:
+def empty(shape: QkvShape, places: SlotIndex, block: int = 4) -> KeyValues:
     size = (int(places.tables.max()) + 1, shape.keys, block, shape.size)
     return KeyValues(torch.zeros(size), torch.zeros(size))
 

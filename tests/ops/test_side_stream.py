@@ -13,8 +13,8 @@ def test_without_streams_nothing_is_to_be_done() -> None:
         value = torch.zeros(1)
         with side.use():
             value += 1
-        side.follow()
+        side.after_current()
         side.join()
-        side.follow_download(Download(value))
-        side.lend(value, None)
+        side.after_download(Download(value))
+        side.borrow(value, None)
         assert value.item() == 1

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from guided_spec.ops.attention.slot_attention import slot_attention as reference
 from guided_spec.ops.attention.slot_attention_triton import Tiling, choose_tiling, slot_attention
-from tests.slot_lines import Alike, Case, Span, cases, kept_positions, make
+from tests.slot_lines import SharedPrefix, Case, Span, cases, kept_positions, make
 
 TILINGS = [
     None,
@@ -38,7 +38,7 @@ torch.Tensor.new_empty = poisoned
 WHOLE_TILES = Case(2, 3, 24, 70, 16, [Span(1, 33, 7), Span(0, 5, 1), Span(2, 60, 7)])
 SHARED = WHOLE_TILES._replace(
     spans=[Span(1, 33, 7), Span(0, 5, 1), Span(3, 50, 3), Span(2, 60, 7), Span(1, 40, 2)],
-    alike=(Alike((2, 1), 2), Alike((3,), 3)),
+    alike=(SharedPrefix((2, 1), 2), SharedPrefix((3,), 3)),
 )
 
 

@@ -48,12 +48,12 @@ class Flight(NamedTuple):
     answered: list[str]
 
     @property
-    def is_walked(self) -> bool:
+    def is_advanced(self) -> bool:
         return False
 
     @property
-    def answer(self) -> Callable[[], None]:
-        return partial(self.answered.append, "answer")
+    def serve_mailbox(self) -> Callable[[], None]:
+        return partial(self.answered.append, "serve_mailbox")
 
     def finish(self) -> Draft:
         legal = self.lookahead.extend(self.draft.token_ids.tolist())
@@ -200,14 +200,14 @@ def test_a_draft_under_way_ends_the_chains(monkeypatch: pytest.MonkeyPatch) -> N
     batch = toy_batch([[0]] * 3, constraints, k=2, limits=[3, 8, 8])
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     flight = built.begin(batch, lookahead)
-    assert not flight.is_walked
+    assert not flight.is_advanced
     assert flight.most == (3, 2, 3)
     assert flight.draft.token_ids.tolist() == [[1, 1, 3], [3, 3, 0], [1, 3, 3]]
     assert lookahead.drafted == [[1, 1], [], [1]]
-    assert two.answered == ["answer"]  # before the third read
-    assert flight.answer is not None
-    flight.answer()
-    assert (two.answered, three.answered) == (["answer"] * 2, [])
+    assert two.answered == ["serve_mailbox"]  # before the third read
+    assert flight.serve_mailbox is not None
+    flight.serve_mailbox()
+    assert (two.answered, three.answered) == (["serve_mailbox"] * 2, [])
     draft = flight.finish()
     assert draft.token_ids.tolist() == flight.draft.token_ids.tolist()
     assert draft.num_tokens.tolist() == [3, 2, 3]

@@ -65,10 +65,10 @@ class Watched(GraphPool):
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> Any:
         self.seen.append((set(inputs), set(fixed)))
-        return super().run(key, inputs, body, fixed, beside)
+        return super().run(key, inputs, body, fixed, overlapped)
 
 
 class Repeating(GraphPool):
@@ -113,10 +113,13 @@ def test_a_draft_model_captures_in_the_engines_window(monkeypatch: pytest.Monkey
     window, given = CaptureWindow(), list[CaptureWindow | None]()
 
     def pool(
-        device: torch.device, window: CaptureWindow | None = None, *, is_beside: bool = False
+        device: torch.device,
+        window: CaptureWindow | None = None,
+        *,
+        is_on_side_stream: bool = False,
     ) -> GraphPool:
         assert device.type == "cuda"
-        assert is_beside  # where drafts are made
+        assert is_on_side_stream  # where drafts are made
         given.append(window)
         return GraphPool(CPU, window)
 

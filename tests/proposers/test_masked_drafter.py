@@ -57,7 +57,7 @@ MIXED = (0.8, 0.0, 1.0)
 
 
 class Device(GraphPool):
-    """Runs what waits for masks in a thread, as a device runs it beside the host."""
+    """Runs what waits for masks in a thread, as a device runs it next to the host."""
 
     running: ClassVar[list[threading.Thread]] = []
 
@@ -70,19 +70,19 @@ class Device(GraphPool):
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> Any:
         self.join()
         name = key[0] if isinstance(key, tuple) else None
         if not (isinstance(name, tuple) and name[0] == "masked"):
-            return super().run(key, inputs, body, fixed, beside)
+            return super().run(key, inputs, body, fixed, overlapped)
         held = self._captured[key].inputs
         for at, value in inputs.items():
             held[at].copy_(value)
         self.running.append(threading.Thread(target=self._run, args=(body, held)))
         self.running[-1].start()
-        if beside is not None:  # else the device needs nothing from the host
-            beside()
+        if overlapped is not None:  # else the device needs nothing from the host
+            overlapped()
         return None  # what was drawn is in buffers
 
     @torch.inference_mode()
@@ -128,10 +128,10 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         if count is None:
             Device.join()
 
-    def settled(self: DraftLoop, *carry_on: Any) -> DraftInFlight:
+    def settled(self: DraftLoop, *launch_carry: Any) -> DraftInFlight:
         if self._running is not None:
             self._accept_drawn()
-        return in_flight(self, *carry_on)
+        return in_flight(self, *launch_carry)
 
     monkeypatch.setattr(MaskedDraft, "accept_drawn", walk_and_wait)
     monkeypatch.setattr(DraftLoop, "in_flight", settled)
@@ -404,13 +404,13 @@ def test_the_same_texts_by_the_same_drafts(
 def test_a_chain_in_flight_changes_no_text(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, verifier: str
 ) -> None:
-    """Some requests are given forced text, and a free one stands beside them."""
+    """Some requests are given forced text, and a free one is in the same batch."""
     monkeypatch.setattr(learned_head, "can_share", lambda _: True)
     given: list[bool] = []
     begin = MaskedDrafter.begin
 
     def watched(*arguments: Any) -> MaskedDraft:
-        given.append(arguments[3].given is not None)
+        given.append(arguments[3].prefix is not None)
         return begin(*arguments)
 
     monkeypatch.setattr(MaskedDrafter, "begin", watched)

@@ -134,7 +134,7 @@ class LineTarget:
             return launched
         token_ids, rows = fed_rows(batch, flight, self._model.max_length)
         line = _Line.of(rows, self._read_apart(rows, batch.prompts))
-        output = self._verify_line(token_ids, rows, line, flight.answer)
+        output = self._verify_line(token_ids, rows, line, flight.serve_mailbox)
         pairs = zip(line.rows.counts, rows.counts, strict=False)
         return output._replace(num_before=[both - count for both, count in pairs])
 
@@ -194,16 +194,16 @@ class LineTarget:
         return [prompt for prompt in prompts if prompt.slot not in drafted]
 
     def _verify_line(
-        self, token_ids: Tensor, rows: Rows, line: _Line, answer: Callable[[], None] | None
+        self, token_ids: Tensor, rows: Rows, line: _Line, serve_mailbox: Callable[[], None] | None
     ) -> TargetOutput:
         """int64 [B, T], of which ``rows`` says how many count, as tokens of ``line``.
 
-        answer: as of ``DraftInFlight``.
+        serve_mailbox: as of ``DraftInFlight``.
         """
         batch, width = token_ids.shape
         total, own, fed = sum(rows.counts), line.own, token_ids.flatten()
         is_ragged = total < batch * width  # else the tokens stand in the line as in their rows
-        wanted = [rows.places_in(width), rows.padded(width).flatten()] if is_ragged else []
+        wanted = [rows.token_index(width), rows.padded(width).flatten()] if is_ragged else []
         wanted += [] if own is None else [own]
         places = mixed = None
         if wanted:  # in one copy
@@ -211,7 +211,7 @@ class LineTarget:
             cuts = [total, total + batch * width] if is_ragged else [0, 0]
             picked, places, mixed = index.tensor_split(cuts)
             fed = fed[picked] if is_ragged else fed
-        (states, hidden), prompts = self._read_line(fed, line, answer)
+        (states, hidden), prompts = self._read_line(fed, line, serve_mailbox)
         if own is not None:
             states, hidden = states[mixed], None if hidden is None else hidden[mixed]
         else:
@@ -225,19 +225,19 @@ class LineTarget:
         return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts, prompts)
 
     def _read_line(
-        self, token_ids: Tensor, line: _Line, answer: Callable[[], None] | None = None
+        self, token_ids: Tensor, line: _Line, serve_mailbox: Callable[[], None] | None = None
     ) -> _LineRead:
         """Tokens int64 [M] on the device that are verified, and prompts, whose states are kept."""
         device, prompts = self._model.device, line.prompts
         if prompts:
-            if answer is not None:  # so many tokens may have to wait for their copy
-                answer()
-                answer = None
+            if serve_mailbox is not None:  # so many tokens may have to wait for their copy
+                serve_mailbox()
+                serve_mailbox = None
             read = to_device([one for prompt in prompts for one in prompt.token_ids], device)
             token_ids = torch.cat([token_ids, read])
         if line.own is not None:
             token_ids = token_ids[to_device(line.order(), device)]
-        output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
+        output = self._model.forward_line(token_ids, line.rows, self._layers, serve_mailbox)
         found = dict[int, Tensor]()
         if output.hidden_states is not None and prompts:
             # A copy: the next forward overwrites these, and a proposer reads them after it.

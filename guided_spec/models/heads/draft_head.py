@@ -33,7 +33,7 @@ class DraftVocabulary:
     """Which target token each draft token is.
 
     target_ids: int64 [D], on the device of the head; distinct ids below ``target_size``.
-    columns: int32 [V] beside them: which draft token each target token is, -1 for none.
+    columns: int32 [V], the inverse: which draft token each target token is, -1 for none.
     """
 
     def __init__(self, target_ids: Tensor, target_size: int) -> None:
@@ -185,8 +185,8 @@ class LayoutHead(nn.Module):
 
     The parameters are on torch's current default device, with weights not yet set.
 
-    layout_class: its ``read`` makes the layout of a config.json, of the tensors beside it, for a
-    target, from a source to be named in errors. ignored: how the names of tensors begin that
+    layout_class: its ``read`` makes the layout of a config.json and its tensors, for a target,
+    from a source to be named in errors. ignored: how the names of tensors begin that
     checkpoints hold for training or for other runtimes. trains_output: whether a fresh head has an
     output head of its own though its vocabulary is the target's. fresh_biases: what a fresh head
     has of biases.
@@ -278,7 +278,7 @@ class LayoutHead(nn.Module):
         return embedded
 
     def score(self, normed: Tensor) -> Tensor:
-        """What is behind the last norm, [..., H], to [..., D]."""
+        """Outputs of the last norm, [..., H], to logits [..., D]."""
         if self.lm_head is None:
             return self._target.logits(normed)
         return product(self.lm_head, normed)

@@ -22,9 +22,9 @@ and y is the g of the next position; with norm_output (EAGLE 3.1) norm(y) is. Fu
 ordinary ones over y. Checkpoints of SafeAILab and SpecForge call the layer ``midlayer``, those of
 speculators ``layers.0``.
 
-P-EAGLE recycles nothing: behind the last position of a text stand K - 1 places whose token is
+P-EAGLE recycles nothing: the last position of a text is followed by K - 1 more whose token is
 ``mask_token_id`` and whose g is fc(mask_hidden). They go through the layers together, causally, and
-each predicts the token behind the one that the place before it predicts.
+each predicts the token after the one that the position before it predicts.
 
 The config.json of an EAGLE-3 head describes its layer at the top level, with an optional
 ``eagle_config`` (SafeAILab, SpecForge), or in ``transformer_layer_config``, with its flags at the
@@ -100,7 +100,7 @@ class EagleHead(LayoutHead):
     """
 
     layout_class = EagleLayout
-    # Some converted files carry a copy of the target's output head, which upstream ignores.
+    # Some converted files hold a copy of the target's output head, which upstream ignores.
     ignored = ("lm_head.weight",)
 
     def _build(self) -> Any:
@@ -120,7 +120,7 @@ class EagleHead(LayoutHead):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead.forward``."""
+        """The recycled states [B, T, H], see ``DraftHead.forward``."""
         states: Tensor = self.fc(torch.cat([self.embed(token_ids).to(hidden.dtype), hidden], -1))
         rotations = self.rotary_emb(states, arguments["position_ids"])
         for layer in self.layers:
@@ -150,9 +150,9 @@ class Eagle3Layout(NamedTuple):
     target_hidden_size: width of one of these hidden states. draft_vocab_size: D.
     use_aux_hidden_state: whether there is an ``fc``; else the head is fed as EAGLE is.
     norm_before_fc: one norm over all that ``fc`` reads. fc_norm: one for each hidden state.
-    norm_before_residual: whether the residual stream starts behind ``hidden_norm``.
-    norm_output: whether what is recycled is behind the final norm.
-    mask_token_id: what stands at the places that P-EAGLE drafts at once; None: it drafts none so.
+    norm_before_residual: whether the residual stream starts after ``hidden_norm``.
+    norm_output: whether the output of the final norm is what is recycled.
+    mask_token_id: the token at the positions that P-EAGLE drafts at once; None: it drafts none so.
     """
 
     config: Any
@@ -361,7 +361,7 @@ class FirstLayer(nn.Module):
 
 
 class Masks(NamedTuple):
-    """What P-EAGLE feeds at the places behind a text. hidden: [H], of the head's forward."""
+    """What P-EAGLE feeds at the positions after a text. hidden: [H], of the head's forward."""
 
     token_id: int
     hidden: Tensor
@@ -422,9 +422,9 @@ class Eagle3Head(LayoutHead):
 
     @torch.inference_mode()
     def masks(self) -> Masks:
-        """What stands at the places behind a text.
+        """What is fed at the positions after a text.
 
-        Raises ModelError for a head that has nothing to put there.
+        Raises ModelError for a head that has nothing to feed there.
         """
         if self.mask_hidden is None or self.layout.mask_token_id is None:
             raise ModelError(f"proposer='p_eagle': expected a head with a {MASK}, found none")
@@ -433,7 +433,7 @@ class Eagle3Head(LayoutHead):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead.forward``."""
+        """The recycled states [B, T, H], see ``DraftHead.forward``."""
         places, mask = arguments["position_ids"], arguments["attention_mask"]
         return self.run_layers(token_ids, hidden, places, mask, cache=arguments["cache"])
 

@@ -58,9 +58,9 @@ class HeadFiles(NamedTuple):
 class SaveOptions:
     """How a head is written.
 
-    dtype: of its weights. speculative_tokens: how many to draft, which layouts of speculators tell
-    the engine. embedding: "copy" writes what the head borrows of the target, its embedding and
-    where the layout has a place for it the output head; "omit" leaves it out, which is smaller;
+    dtype: of its weights. speculative_tokens: how many to draft, which layouts of speculators pass
+    to the engine. embedding: "copy" writes what the head borrows of the target, its embedding and
+    where the layout has a tensor for it the output head; "omit" leaves it out, which is smaller;
     "auto" writes it where the layout's own loader does not take it from the target.
 
     Raises ConfigError, naming the option, for a value that cannot be.
@@ -227,7 +227,7 @@ def eagle3_speculators(
     """What ``Eagle3DraftModel.from_pretrained`` of speculators 0.9 reads.
 
     Embedding and output head are always there. speculators takes those that are missing from the
-    verifier only if the memory it finds in their place happens to hold a NaN. Raises ModelError
+    verifier only if their uninitialized memory happens to hold a NaN. Raises ModelError
     for a head that speculators has no words for, and for embedding="omit".
     """
     layout = head.layout
@@ -337,7 +337,7 @@ def block_deepseek(
 ) -> HeadFiles:
     """What ``Qwen3DSparkModel`` of DeepSeek's DeepSpec reads, with embedding and output head.
 
-    Raises ModelError for a head that scores only some tokens, or drafts behind its first place.
+    Raises ModelError for a head that scores only some tokens, or drafts after its first position.
     """
     layout = _plain_block(head, "deepseek")
     if head.vocabulary is not None:

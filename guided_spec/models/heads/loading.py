@@ -24,7 +24,7 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead | Qwen
     return kind.from_checkpoint(checkpoint, target)
 
 
-# method: who reads its checkpoint, and which targets (by model_type) carry it in their own.
+# method: who reads its checkpoint, and which targets (by model_type) have it in their own.
 METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
     "eagle": (EagleHead.from_checkpoint, ()),
     "eagle3": (Eagle3Head.from_checkpoint, ()),
@@ -78,7 +78,7 @@ def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -
 
 
 def forget_head(source: str | Path, target: PreTrainedModel) -> None:
-    """Read the head in a folder anew when it is asked for next: it was written since."""
+    """Forget the loaded head of a folder that was rewritten: the next use reads it again."""
     heads: dict[tuple[str, str], DraftHead] = vars(target).get("_draft_heads", {})
     folder = Path(source).resolve()
     for key in [key for key in heads if Path(key[1]).resolve() == folder]:
@@ -145,7 +145,7 @@ def _is_qwen_mtp(names: Collection[str]) -> bool:
 
 
 def _has_modules(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
-    """Whether modules stand behind the target's layers, as in checkpoints of DeepSeek and GLM."""
+    """Whether modules come after the target's layers, as in checkpoints of DeepSeek and GLM."""
     text_config: Any = target.config.get_text_config(decoder=True)
     return f"model.layers.{text_config.num_hidden_layers}.enorm.weight" in checkpoint.names
 

@@ -73,7 +73,7 @@ class _TargetModules(nn.Module):
         gradient.
 
         Raises ModelError, listing what was expected and found, when the checkpoint has no such
-        modules, belongs to another target, or is quantized in a way that cannot be read.
+        modules, belongs to another target, or has a quantization that cannot be read.
         """
         num_modules, names = cls._find(checkpoint, target)
         tensors = read_tensors(checkpoint, names, target.dtype)
@@ -121,7 +121,7 @@ class _TargetModules(nn.Module):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
-        """See ``DraftHead``: [B, T, H] behind the last norm."""
+        """[B, T, H] after the last norm; see ``DraftHead``."""
         module, places = arguments["module"], arguments["position_ids"]
         given = {
             "position_embeddings": self.rotate(hidden, places, module),
@@ -156,7 +156,7 @@ class MtpHead(_TargetModules):
         y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
 
     h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
-    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
+    GLM-4.5, pass on y instead, before the norm. vLLM also zeroes e at position 0; the others do
     not, and it is one key of a text.
     """
 
@@ -210,7 +210,7 @@ def _module_names(checkpoint: Checkpoint, first: int, count: int) -> dict[str, s
             layers = {name.split(".")[2] for name in checkpoint.matching("model.layers.")}
             listed = ", ".join(sorted(layers, key=int)) or "none"
             raise ModelError(
-                f"{checkpoint.source}: expected an MTP module as {prefix}*, behind "
+                f"{checkpoint.source}: expected an MTP module as {prefix}*, after "
                 f"the {first} layers of the target, found layers {listed}; "
                 "pass a checkpoint that was saved with its MTP modules"
             )

@@ -1,7 +1,7 @@
-"""A draft head over KV slots: it reads verified tokens, then goes along a draft.
+"""A draft head over KV slots: it reads verified tokens, then drafts token by token.
 
 Keys and values of verified tokens are always computed from the *target's* hidden states. What a
-draft leaves behind them is computed from the head's own output and overwritten by the next read:
+draft stores after them is computed from the head's own output and overwritten by the next read:
 "training-time test" of EAGLE-3 (arXiv:2503.01840) trains for that, and MTP heads are served so.
 
 With several modules (DeepSeek-V3's report, arXiv:2412.19437, section 2.2) module j predicts one
@@ -83,12 +83,12 @@ class SlotHead:
         self._cache = SlotCache(head.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(head.config, self._cache.layer_types, self._cache.windows)
         self._lengths = [0] * num_slots  # verified positions read
-        self._depths = [0] * num_slots  # draft tokens behind them
+        self._depths = [0] * num_slots  # draft tokens after them
         depth, width = head.num_modules, head.hidden_size
         # Each module's output at the last position it has read.
         self._last = torch.zeros(depth, num_slots, width, device=device, dtype=dtype)
         self._hidden = torch.zeros(num_slots, width, device=device, dtype=dtype)
-        # The draft so far, as modules behind the first need it: tokens, and the outputs for them.
+        # The draft so far, as modules after the first need it: tokens, and the outputs for them.
         self._tokens = torch.zeros(num_slots, depth, device=device, dtype=torch.int64)
         self._trail = torch.zeros(num_slots, depth, width, device=device, dtype=dtype)
         self._marked = (self._hidden.clone(), self._trail.clone())
@@ -102,7 +102,7 @@ class SlotHead:
         return self._lengths[slot]
 
     def depth(self, slot: int) -> int:
-        """Draft tokens behind the verified ones."""
+        """Draft tokens after the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class SlotHead:
         left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
         while left:
             width = max(1, self._piece // len(left))
-            for group in self._alike([slot for slot, _, _ in left]):
+            for group in self._groups_of_equal_skip([slot for slot, _, _ in left]):
                 rows = [left[i] for i in group]
                 self._read_piece(
                     [slot for slot, _, _ in rows],
@@ -174,7 +174,7 @@ class SlotHead:
     def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         modules = self.head.num_modules
-        # Which module runs, and how many of its places lie before the text's start.
+        # Which module runs, and how many of its positions lie before the text's start.
         keys = [self._next_module(slot) for slot in slots]
         for module, skip in sorted(set(keys)):
             rows = [row for row, key in enumerate(keys) if key == (module, skip)]
@@ -196,10 +196,10 @@ class SlotHead:
 
     @torch.inference_mode()
     def masked(self, slots: Sequence[int], token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The outputs [R, T + 1, H] at each slot's last verified position and T places behind it.
+        """The outputs [R, T + 1, H] at each slot's last verified position and the T after it.
 
-        token_ids: int64 [R, T]; hidden: [R, T, H], what is fed in at these places; T may be 0. What
-        they leave is overwritten by the next read; there is no draft.
+        token_ids: int64 [R, T]; hidden: [R, T, H], what is fed at these positions; T may be 0.
+        What they store is overwritten by the next read; there is no draft.
         """
         first = self._hidden[self._index(slots)].unsqueeze(1)
         count = token_ids.shape[1]
@@ -215,7 +215,7 @@ class SlotHead:
             return self.head.num_modules, 0
         return module, max(0, module - self._lengths[slot])
 
-    def _alike(self, slots: list[int]) -> list[list[int]]:
+    def _groups_of_equal_skip(self, slots: list[int]) -> list[list[int]]:
         """Row numbers in groups whose modules skip equally many tokens at a text's start."""
         keys = [min(self._lengths[slot], self.head.num_modules - 1) for slot in slots]
         return [[i for i, k in enumerate(keys) if k == key] for key in sorted(set(keys))]
@@ -231,7 +231,7 @@ class SlotHead:
         hidden = self.head.features(padded.to(self._device, self._dtype))
         last: list[Tensor] = []
         for module in range(self.head.num_modules):
-            skip = max(0, module - starts[0])  # the same for all: see _alike
+            skip = max(0, module - starts[0])  # the same for all: see _groups_of_equal_skip
             if module > 0:
                 # The output of the module before, one position later than where this one reads.
                 before = self._last[module - 1, index].unsqueeze(1)

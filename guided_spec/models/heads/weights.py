@@ -58,7 +58,7 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``fuse_experts``: views of the stacked weights, one expert each.
 
-    Stacks that are laid out another way (gpt-oss, whose experts have biases) stay as they are.
+    Stacks with another layout (gpt-oss, whose experts have biases) stay as they are.
     """
     split = dict(tensors)
     for name, pairs in tensors.items():
@@ -158,7 +158,7 @@ def load_tensors(
     like: Tensor,
     exact: Collection[str] = (),
 ) -> None:
-    """Put copies of the tensors in the place of the parameters and buffers of the same names.
+    """Replace the parameters and buffers of the same names by copies of the tensors.
 
     tensors: in any dtype, on any device. source: what to name in the error. like: of the device and
     the dtype that they are to have. exact: parts of names of tensors that are float32 all the same,

@@ -44,7 +44,7 @@ class Prefix(NamedTuple):
     known: int
 
 
-class Alike(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Slots that hold their first ``length`` positions in the same whole blocks."""
 
     slots: tuple[int, ...]
@@ -57,14 +57,14 @@ class Alike(NamedTuple):
 
 
 class Tables(Protocol):
-    """What a forward asks of the tables that its tokens go by; see ``Blocks``."""
+    """What a forward needs of the block tables of its tokens; see ``Blocks``."""
 
     max_length: int
     tables: Tensor
 
     def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool: ...
     def grow(self, slot: int, length: int) -> bool: ...
-    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]: ...
+    def shared_prefixes(self, slots: Iterable[int]) -> tuple[SharedPrefix, ...]: ...
     def upload(self) -> None: ...
 
 
@@ -76,16 +76,16 @@ class WholeSlots:
         self.tables = torch.arange(num_slots, dtype=torch.int32, device=device).unsqueeze(1)
 
     def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool:
-        """As ``grow``."""
+        """True: every slot has all its positions, as for ``grow``."""
         del slots, ends
         return True
 
     def grow(self, slot: int, length: int) -> bool:
-        """Every slot has all its positions."""
+        """True: every slot has all its positions."""
         del slot, length
         return True
 
-    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]:
+    def shared_prefixes(self, slots: Iterable[int]) -> tuple[SharedPrefix, ...]:
         """No slot has a block of another one."""
         del slots
         return ()
@@ -116,9 +116,9 @@ class Blocks:
     max_length: positions of a text. num_blocks: of ``BLOCK`` positions each; None: as many as all
     slots can fill. device: of the tables.
 
-    tables: int32 [num_slots, P] on the device, see ``SlotPlaces``; up to date behind ``upload``.
-    side: the stream on which they are written, whoever asks for it: else an older change might come
-        last. Whoever keeps memory by them may run there.
+    tables: int32 [num_slots, P] on the device, see ``SlotIndex``; up to date after ``upload``.
+    side: the stream on which they are always written: else an older change might come last. Users
+        of memory that goes by them may run there.
     lag: positions at the end of a prefix that some memory holds for the text that went on from it.
     """
 
@@ -133,19 +133,21 @@ class Blocks:
         self.tables = torch.zeros(num_slots, self._columns, dtype=torch.int32, device=device)
         self.side = SideStream(device)
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._room = np.zeros(num_slots, dtype=np.int64)  # positions that each has blocks for
+        self._capacity = np.zeros(num_slots, dtype=np.int64)  # positions that each has blocks for
         self._unused = list(range(self.num_blocks, 0, -1))
         self._holders = [0] * (self.num_blocks + 1)  # slots whose table a block stands in
         self._keys: dict[int, Key] = {}  # of the blocks that are known by their text
         self._known: dict[Key, tuple[int, int]] = {}  # their block, and serial number
-        # Known, and nobody has them, the least recently used first. No LRUCache: any may be taken
-        # back, and none is forgotten but where its block is needed. A dict would look for its first
-        # one behind all that were taken out.
+        # Known and unused, the least recently used first. No LRUCache: any may be taken back, and
+        # none is forgotten but where its block is needed. A dict would search for its first one
+        # past all that were taken out.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._read: set[int] = set()  # blocks that a memory that lags has been filled for
         self._serial = 0
         self._changes: dict[tuple[int, int], int] = {}
-        self._alike: tuple[frozenset[int], tuple[Alike, ...]] | None = None  # of the last ``alike``
+        self._shared: tuple[frozenset[int], tuple[SharedPrefix, ...]] | None = (
+            None  # of the last ``shared_prefixes``
+        )
 
     @classmethod
     def full(cls, num_slots: int, max_length: int, device: torch.device) -> Blocks:
@@ -179,13 +181,13 @@ class Blocks:
 
         Asked about all slots of a step at once, most of whose texts end inside of their last block.
         """
-        found: np.bool_ = (np.minimum(ends, self.max_length) <= self._room[[*slots]]).all()
+        found: np.bool_ = (np.minimum(ends, self.max_length) <= self._capacity[[*slots]]).all()
         return bool(found)
 
     def grow(self, slot: int, length: int) -> bool:
         """Give the slot blocks for its first ``length`` positions; False where too few are free.
 
-        Positions behind ``max_length`` need none.
+        Positions beyond ``max_length`` need none.
         """
         table = self._slots[slot].blocks
         missing = -(-min(length, self.max_length) // BLOCK) - len(table)
@@ -197,15 +199,15 @@ class Blocks:
 
     def release(self, slots: Iterable[int]) -> None:
         """Empty the slots; what is known by its text stays until its block is needed."""
-        self._alike = None
+        self._shared = None
         for slot in slots:
             blocks = self._slots[slot].blocks
             for block in reversed(blocks):  # so that the end of a text is forgotten before it
                 self._drop(block)
-            # What is fed behind the next text's blocks must not find these.
+            # What is fed after the next text's blocks must not find these.
             self._changes |= {(slot, at): SINK for at in range(len(blocks))}
             self._slots[slot] = _Slot()
-            self._room[slot] = 0
+            self._capacity[slot] = 0
 
     def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
         """Empty the slot, and give it the blocks that hold how a text begins.
@@ -287,24 +289,24 @@ class Blocks:
                     for buffer in layer:
                         buffer[new].copy_(buffer[old])
 
-    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]:
+    def shared_prefixes(self, slots: Iterable[int]) -> tuple[SharedPrefix, ...]:
         """Groups of the slots, each in one at most: first the one that saves most, and so on."""
         asked = frozenset(slots)
-        if self._alike is None or self._alike[0] != asked:
-            self._alike = asked, tuple(self._groups(asked))
-        return self._alike[1]
+        if self._shared is None or self._shared[0] != asked:
+            self._shared = asked, tuple(self._groups(asked))
+        return self._shared[1]
 
-    def _groups(self, slots: frozenset[int]) -> Iterator[Alike]:
+    def _groups(self, slots: frozenset[int]) -> Iterator[SharedPrefix]:
         left = set(slots)
         while True:
-            # Who has a block of another has all before it, too.
+            # A slot that has a block of another one has all before it, too.
             holders: dict[tuple[int, int], list[int]] = {}
             for slot in sorted(left):
                 for at, block in enumerate(self._slots[slot].blocks, start=1):
                     if self._holders[block] > 1:
                         holders.setdefault((at, block), []).append(slot)
-            found = [Alike(tuple(of), at * BLOCK) for (at, _), of in holders.items()]
-            best = max(found, key=lambda group: group.num_saved, default=Alike((), 0))
+            found = [SharedPrefix(tuple(of), at * BLOCK) for (at, _), of in holders.items()]
+            best = max(found, key=lambda group: group.num_saved, default=SharedPrefix((), 0))
             if len(best.slots) < 2:
                 return
             yield best
@@ -314,9 +316,9 @@ class Blocks:
         """Bring ``tables`` up to date; nothing waits for the device."""
         if not self._changes:
             return
-        rows = [[*place, block] for place, block in self._changes.items()]
+        rows = [[*entry, block] for entry, block in self._changes.items()]
         self._changes.clear()
-        self.side.follow()  # what the current stream was given reads them as they are
+        self.side.after_current()  # work on the current stream reads them as they are
         with self.side.use():
             found = to_device(rows, self.tables.device)
             self.tables[found[:, 0], found[:, 1]] = found[:, 2].int()
@@ -326,7 +328,7 @@ class Blocks:
         table = self._slots[slot].blocks
         self._changes[slot, len(table)] = block
         table.append(block)
-        self._room[slot] += BLOCK
+        self._capacity[slot] += BLOCK
         self._holders[block] += 1
 
     def _take(self) -> int:

@@ -1,9 +1,9 @@
 """The forward of a llama-like target over KV slots, in few kernels and without host work.
 
 The stock module makes some sixty small launches a layer; this one makes a dozen, over the same
-weights. It computes what the stock one does up to rounding, and serves where that one is not in the
-way: a single CUDA device and plain weights. Everything in it depends on shapes and on tensors that
-stay where they are, so that a CUDA graph can hold it.
+weights. It computes what the stock one does up to rounding, for a single CUDA device and plain
+weights. Everything in it depends on shapes and on tensors at fixed addresses, so that a CUDA graph
+can hold it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
-from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
@@ -62,7 +62,7 @@ LayerStates = KeyValues | DeltaStates  # what a layer keeps of the texts
 class PackedOutput(NamedTuple):
     """One forward.
 
-    states: [N, H] behind the final norm, what the output head takes.
+    states: [N, H] after the final norm, what the output head takes.
     hidden_states: [N, len(layers) * H] as asked for; None if nothing was.
     """
 
@@ -79,7 +79,7 @@ class Layer(Protocol):
     feed: Callable[[Tensor], Tensor]
 
     def attend(
-        self, states: Tensor, rotation: Rotation, memory: Any, places: SlotPlaces
+        self, states: Tensor, rotation: Rotation, memory: Any, index: SlotIndex
     ) -> Tensor: ...
 
 
@@ -101,7 +101,7 @@ class LayerNorms(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A layer and what stands around it. outer: the norm behind it."""
+    """A layer and its norms. outer: the norm after it."""
 
     layer: Layer
     rotation: Rotation
@@ -152,7 +152,7 @@ class PackedDecoder:
     def forward(
         self,
         token_ids: Tensor,
-        places: SlotPlaces,
+        index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
@@ -162,14 +162,14 @@ class PackedDecoder:
         hidden_layers: as of ``CausalLM.forward``.
         """
         with using_few_experts(self._config):
-            states, inputs = self._through(self._blocks, token_ids, places, memory)
-        captured = [states if index < 0 else inputs[index] for index in hidden_layers]
+            states, inputs = self._through(self._blocks, token_ids, index, memory)
+        captured = [states if layer < 0 else inputs[layer] for layer in hidden_layers]
         return PackedOutput(states, torch.cat(captured, -1) if captured else None)
 
     def launch_kinds(
         self,
         token_ids: Tensor,
-        places: SlotPlaces,
+        index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> None:
@@ -177,7 +177,7 @@ class PackedDecoder:
         blocks = [self._blocks[at] for at in self._one_of_each]
         kept = [memory[at] for at in self._one_of_each]
         with using_few_experts(self._config):
-            states, _ = self._through(blocks, token_ids, places, kept)
+            states, _ = self._through(blocks, token_ids, index, kept)
         if hidden_layers:
             torch.cat([states] * len(hidden_layers), -1)
 
@@ -185,15 +185,15 @@ class PackedDecoder:
         self,
         blocks: Sequence[_Block],
         token_ids: Tensor,
-        places: SlotPlaces,
+        index: SlotIndex,
         memory: Sequence[LayerStates],
     ) -> tuple[Tensor, list[Tensor]]:
-        """What is behind the last norm, and before each block and behind them all."""
+        """The states after the last norm; and those before each block, and after the last one."""
         residual: Tensor = self._embed(token_ids)
         normed, inputs = rms_norm(residual, *self._first), []
         for (layer, rotation, norms, outer), kept in zip(blocks, memory, strict=True):
             inputs.append(residual)
-            change = layer.attend(normed, rotation, kept, places)
+            change = layer.attend(normed, rotation, kept, index)
             change = change if norms.attended is None else rms_norm(change, *norms.attended)
             residual, normed = add_rms_norm(change, residual, *norms.inner)
             change = layer.feed(normed)
@@ -242,7 +242,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def has_static_rope(config: Any) -> bool:
-    """Whether texts of any length are rotated alike, in all layers."""
+    """Whether texts of any length have the same rotation, in all layers."""
     return all(one.get("rope_type", "default") in STATIC_ROPE for one in _ropes(config))
 
 

@@ -111,7 +111,7 @@ class GraphPool:
     """The graphs of one model; they share their memory, so only one runs at a time.
 
     device: where the functions run. window: see ``Stage``; None captures whatever comes.
-    is_beside: whether they run on a ``SideStream``.
+    is_on_side_stream: whether they run on a ``SideStream``.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GraphPool:
         device: torch.device,
         window: CaptureWindow | None = None,
         *,
-        is_beside: bool = False,
+        is_on_side_stream: bool = False,
     ) -> None:
         self.device = device
         self._window = window or CaptureWindow()
@@ -129,12 +129,12 @@ class GraphPool:
         self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         # One for all captures: memory that a stream has used is kept for it.
         # A graph's kernels are as urgent as the stream that it was captured on.
-        priority = URGENT if is_beside else 0
+        priority = URGENT if is_on_side_stream else 0
         self._stream: Any = torch.cuda.Stream(device, priority) if self._is_cuda else None
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See ``CaptureWindow``."""
+        """Tokens of the forwards that have graphs, ascending; see ``CaptureWindow``."""
         return self._window.sizes
 
     @property
@@ -197,7 +197,7 @@ class GraphPool:
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
 
-        It is at the same place after each run, so that another pool's graphs may read it there.
+        It has the same address after each run, so that another pool's graphs may read it there.
         """
         return self._outputs.get(tensor.data_ptr())
 
@@ -207,20 +207,20 @@ class GraphPool:
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> Any:
         """``body`` of ``inputs`` and ``fixed``, captured at the first call with ``key``.
 
         key: says all that ``body`` depends on besides the inputs' values: their shapes too, and
             where those of ``fixed`` lie. None: so much work that a graph would not pay, which runs
-            launch by launch, and leaves ``beside`` to be done later.
+            launch by launch, and leaves ``overlapped`` to be called later.
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
         fixed: tensors on the device that are read where they lie, without a copy.
         body: must not wait for the device. It may change its inputs in place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
-        beside: what a device that runs, or is launched here, waits for this thread to do. It is
-            done once, beside the launch, and before a capture.
+        overlapped: work of this thread for which a device waits that runs, or is launched here. It
+            is called once, overlapped with the launch, and before a capture.
 
         Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
         graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
@@ -228,30 +228,30 @@ class GraphPool:
         if key is None:
             return body({**upload(inputs, self.device), **fixed})
         if key not in self._captured:
-            if beside is not None:  # a capture waits for the device
-                beside()
-                beside = None
+            if overlapped is not None:  # a capture waits for the device
+                overlapped()
+                overlapped = None
             self.prepare(key, inputs, body, fixed)
         found = self._captured[key]
         for name, value in inputs.items():
             found.inputs[name].copy_(value, non_blocking=True)
         if found.graph is None:
             outputs = body({**found.inputs, **fixed})
-            if beside is not None:
-                beside()
+            if overlapped is not None:
+                overlapped()
             return outputs
-        self._replay(found.graph, beside)
+        self._replay(found.graph, overlapped)
         return found.outputs
 
-    def _replay(self, graph: Any, beside: Callable[[], None] | None) -> None:
-        if beside is None:
+    def _replay(self, graph: Any, overlapped: Callable[[], None] | None) -> None:
+        if overlapped is None:
             graph.replay()
             return
-        # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
+        # The driver takes a microsecond for each kernel: meanwhile this thread serves the device.
         stream = torch.cuda.current_stream(self.device)
         launched = _launcher().submit(_launch, graph, stream)
         try:
-            beside()
+            overlapped()
         finally:
             launched.result()
 
@@ -303,7 +303,7 @@ def upload(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
+    """``tensor`` padded with zeros at the end of every dimension, up to ``shape``."""
     if tensor.shape == torch.Size(shape):
         return tensor
     padding = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
@@ -311,14 +311,14 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:
-    """``tensor`` with zeros behind its last row, up to ``size`` rows."""
+    """``tensor`` padded with zeros after its last row, up to ``size`` rows."""
     return pad_to(tensor, (size, *tensor.shape[1:]))
 
 
-def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
-    """int64 [len(rows), size] on the host; unused places behind the rows' own.
+def pack_index(rows: Sequence[Sequence[int]], size: int) -> Tensor:
+    """int64 [len(rows), size] on the host; unused entries after the rows' own.
 
-    rows: of B integers each, the slots before all others: -1 is what marks an unused place.
+    rows: of B integers each, the slots before all others: -1 is what marks an unused entry.
 
     Not pinned: so few bytes are staged by the driver, which costs less than pinned memory does.
     """

@@ -1,7 +1,7 @@
 """The forwards of draft heads in few kernels, see ``packed.decoder``: EAGLE-3, MTP, and blocks.
 
-A block's own keys and values stand behind the text in its slot, as those of any draft do: nothing
-moves on, and the next read overwrites them. So one attention sees the text and the block.
+A block's own keys and values are stored after the text in its slot, as those of any draft: the
+text keeps its length, and the next read overwrites them. One attention sees the text and the block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from guided_spec.models.packed.decoder import FAMILY, has_static_rope, has_whole
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.stock.experts import using_few_experts
-from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
 
@@ -53,19 +53,19 @@ class PackedEagle3:
         return self.head.hidden_size if self.head.fc is None else self.head.fc.in_features
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
+        self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """See ``PackedHead``."""
+        """int64 [N] and [N, H] to the recycled [N, H]; see ``PackedHead``."""
         first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
         embedded = self.head.embed(token_ids).to(hidden.dtype)
         embedded = rms_norm(embedded, first.input_layernorm.weight, self._eps)
         normed = rms_norm(hidden, first.hidden_norm.weight, self._eps)
         residual = normed if first.norm_before_residual else hidden
         normed = torch.cat([embedded, normed], -1)
-        for index, (layer, stock, kept) in enumerate(layers):
-            if index > 0:
+        for number, (layer, stock, kept) in enumerate(layers):
+            if number > 0:
                 normed = rms_norm(residual, stock.input_layernorm.weight, self._eps)
-            change = layer.attend(normed, self._rotation, kept, places)
+            change = layer.attend(normed, self._rotation, kept, index)
             inner = stock.post_attention_layernorm.weight
             residual, normed = add_rms_norm(change, residual, inner, self._eps)
             residual = residual + layer.feed(normed)
@@ -74,7 +74,7 @@ class PackedEagle3:
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``PackedHead``."""
+        """[..., H] to logits [..., D]; see ``PackedHead``."""
         head = self.head
         normed = hidden if head.norm_output else rms_norm(hidden, head.norm.weight, self._eps)
         return head.score(normed)
@@ -127,13 +127,13 @@ class PackedMtp:
         return is_whole and has_static_rope(head.config) and PackedLayer.fits(attention)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
+        self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """See ``PackedHead``."""
+        """int64 [N] and [N, H] to the recycled [N, H]; see ``PackedHead``."""
         embedded = rms_norm(self.head.embed(token_ids).to(hidden.dtype), *self._embedded)
         states = product(self.head.fc, torch.cat([embedded, rms_norm(hidden, *self._given)], -1))
         change = self._layer.attend(
-            rms_norm(states, *self._before), self._rotation, memory[0], places
+            rms_norm(states, *self._before), self._rotation, memory[0], index
         )
         states, normed = add_rms_norm(change, states, *self._inner)
         with using_few_experts(self.head.config):
@@ -141,7 +141,7 @@ class PackedMtp:
         return add_rms_norm(change, states, *self._last)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``PackedHead``."""
+        """[..., H] to logits [..., D]; see ``PackedHead``."""
         return self.head.logits(hidden)
 
 
@@ -161,7 +161,7 @@ class PackedBlock:
             PackedLayer(layer.self_attn, layer.mlp, layer.sight.window) for layer in stock
         ]
         self._keys_values = _keys_values(packed, self._layers)
-        # Norm i stands before layer i, the last one behind all layers.
+        # Norm i comes before layer i, the last one after all layers.
         self._norms = [*(Norm.of(layer.input_layernorm) for layer in stock), Norm.of(head.norm)]
         self._inner_norms = [Norm.of(layer.post_attention_layernorm) for layer in stock]
         self._hidden_norm = Norm.of(head.hidden_norm)
@@ -173,10 +173,10 @@ class PackedBlock:
         """The packed form of ``head``; None where its layers are not of a kind that this serves."""
         return cls(head, max_length) if _is_served(head) else None
 
-    def read(self, states: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]) -> None:
+    def read(self, states: Tensor, index: SlotIndex, memory: Sequence[KeyValues]) -> None:
         """Keep what layers see of verified positions.
 
-        states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. places: of the
+        states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. index: of the
             N positions; its rows are not looked at. memory: the layers' blocks.
         """
         features = rms_norm(product(self.head.fc, states), *self._hidden_norm)
@@ -186,40 +186,40 @@ class PackedBlock:
         if bias is not None:
             made = made + bias.unsqueeze(1)
         for layer, own, kept in zip(self._layers, made.unbind(0), memory, strict=True):
-            layer.store(own, self._rotation, kept, places)
+            layer.store(own, self._rotation, kept, index)
 
     def draft(
-        self, last: Tensor, width: int, places: SlotPlaces, memory: Sequence[KeyValues]
+        self, last: Tensor, width: int, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
         """As ``BlockHead.forward``: int64 [R] to the normed outputs [R, width, H].
 
-        places: by ``places_of_blocks``, of ``places_for(width)`` tokens a row.
+        index: by ``index_of_blocks``, of ``positions_for(width)`` tokens a row.
         """
         head, layout, rows = self.head, self.head.layout, len(last)
-        count = self.places_for(width)
+        count = self.positions_for(width)
         masks = last.new_full((rows, count - 1), layout.mask_token_id)
         residual = head.embed(torch.cat([last.unsqueeze(1), masks], 1).flatten())
         residual = residual.to(self._norms[0].weight.dtype)
         if layout.embedding_scale != 1.0:
             residual = residual * layout.embedding_scale
-        whole = _seen_from_the_end(places, count)
+        whole = _seen_from_the_end(index, count)
         normed = rms_norm(residual, *self._norms[0])
         for layer, sight, kept, inner, outer in zip(
             *(self._layers, self._sights, memory, self._inner_norms, self._norms[1:]), strict=True
         ):
             seen = None if sight.is_causal else whole
-            change = layer.attend(normed, self._rotation, kept, places, seen)
+            change = layer.attend(normed, self._rotation, kept, index, seen)
             residual, normed = add_rms_norm(change, residual, *inner)
             residual, normed = add_rms_norm(layer.feed(normed), residual, *outer)
         return normed.view(rows, count, -1)[:, count - width :]
 
-    def places_for(self, width: int) -> int:
-        """Places of a block that drafts ``width`` tokens."""
+    def positions_for(self, width: int) -> int:
+        """Positions of a block that drafts ``width`` tokens."""
         return width + (not self.head.layout.from_anchor)
 
 
-def places_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -> SlotPlaces:
-    """``count`` places of each of R slots from ``starts`` on; int64 [R] each, on the device.
+def index_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -> SlotIndex:
+    """``count`` positions of each of R slots from ``starts`` on; int64 [R] each, on the device.
 
     slots: -1 for an unused row. tables: that the slots go by.
     """
@@ -229,15 +229,15 @@ def places_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) 
     tokens = torch.stack([slots.unsqueeze(1).expand(-1, count).flatten(), positions])
     ends = torch.arange(1, rows + 1, device=slots.device) * count
     lines = torch.stack([slots, starts, ends])
-    return SlotPlaces(tokens, lines, tables.tables, tables.max_length, width=count)
+    return SlotIndex(tokens, lines, tables.tables, tables.max_length, width=count)
 
 
-def _seen_from_the_end(places: SlotPlaces, count: int) -> SlotPlaces:
-    """One token a row, at the last of its ``count`` places: it sees the text and the block."""
-    slots, starts, _ = places.rows.unbind(0)
+def _seen_from_the_end(index: SlotIndex, count: int) -> SlotIndex:
+    """One token a row, at the last of its ``count`` positions: it sees the text and the block."""
+    slots, starts, _ = index.rows.unbind(0)
     ends = torch.arange(1, len(slots) + 1, device=slots.device)
     rows = torch.stack([slots, starts + (count - 1), ends])
-    return replace(places, tokens=rows[:2], rows=rows, width=1)
+    return replace(index, tokens=rows[:2], rows=rows, width=1)
 
 
 class _KeysValues(NamedTuple):
@@ -269,7 +269,7 @@ def _is_served(head: BlockHead) -> bool:
     if not (has_static_rope(head.config) and has_whole_rope(head.config)):
         return False
     layers: list[Any] = list(head.layers)
-    # A place that sees those behind it would have a window to both sides.
+    # A position that sees those after it would have a window to both sides.
     if any(layer.sight.window and not layer.sight.is_causal for layer in layers):
         return False
     # Layers read a text by one product of them all, which has no form in fp8.

@@ -36,7 +36,7 @@ from guided_spec.ops.attention.slot_attention import (
     KeyValues,
     QkvShape,
     Rotation,
-    SlotPlaces,
+    SlotIndex,
     slot_attention,
 )
 from guided_spec.ops.delta_rule import (
@@ -65,7 +65,7 @@ SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSN
 
 
 class Norm(NamedTuple):
-    """The arguments of ``rms_norm`` behind the states: weight [H], and what it takes besides."""
+    """The arguments of ``rms_norm`` after the states: weight [H], and what else it takes."""
 
     weight: Tensor
     eps: float
@@ -118,8 +118,8 @@ class PackedLayer:
         states: Tensor,
         rotation: Rotation,
         memory: KeyValues,
-        places: SlotPlaces,
-        seen: SlotPlaces | None = None,
+        index: SlotIndex,
+        seen: SlotIndex | None = None,
     ) -> Tensor:
         """Normed states [N, X] to the attention's output [N, H].
 
@@ -129,32 +129,32 @@ class PackedLayer:
             before it. Not for a layer with sinks or a window.
         """
         packed = self._qkv.product(states)
-        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
+        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, index)
         if seen is None:
             mixed = slot_attention(
-                *(query, None, memory, places),
+                *(query, None, memory, index),
                 scale=self._scale,
                 window=self._window,
                 sinks=self._sinks,
             )
         else:
-            mixed = self._attend_alike(query, memory, seen)
+            mixed = self._attend_grouped(query, memory, seen)
         if self.shape.has_gates:
             heads = packed.unflatten(1, (-1, self.shape.size))
             mixed = mixed * heads[:, 1 : 2 * self.shape.queries : 2].sigmoid()
         return product(self._output, mixed.flatten(1))
 
     def store(
-        self, packed: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
+        self, packed: Tensor, rotation: Rotation, memory: KeyValues, index: SlotIndex
     ) -> None:
         """Keep what the layer's key and value projections made of tokens.
 
-        packed: [N, 2 * Hkv * D], keys before values, contiguous, changed in place.
+        packed: [N, 2 * Hkv * D], keys before values, contiguous, modified.
         """
         shape = self.shape._replace(queries=0)
-        rotate_and_store(packed, rotation, shape, self._norms, memory, places)
+        rotate_and_store(packed, rotation, shape, self._norms, memory, index)
 
-    def _attend_alike(self, query: Tensor, memory: KeyValues, seen: SlotPlaces) -> Tensor:
+    def _attend_grouped(self, query: Tensor, memory: KeyValues, seen: SlotIndex) -> Tensor:
         """Queries [N, Hq, D] that see the same as the others of their row: they are more heads of
         one token, so that each key is read once for all of them."""
         rows, count, size = seen.tokens.shape[1], self.shape.keys, self.shape.size
@@ -169,7 +169,7 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     """The rotary embeddings of positions 0 to ``length`` - 1.
 
     rotary: transformers' module. like: any tensor of the model's dtype and device.
-    kind: of layer, for modules that turn each kind in a way of its own.
+    kind: of layer, for modules with a rotation of its own for each kind.
     """
     positions = torch.arange(length, device=like.device).unsqueeze(0)
     if hasattr(rotary, "mrope_section"):  # time, height and width: the same for text
@@ -230,7 +230,7 @@ class PackedExperts:
     """The router and the experts of a stock layer; block: for which ``fits``.
 
     Where there are fewer pairs of a token and an expert than experts, or in fp8 than four times as
-    many, each pair is a product of its own; behind that the stock module takes torch's grouped
+    many, each pair is a product of its own; above that the stock module takes torch's grouped
     product.
 
     An expert that all tokens take is one more of theirs, which lies elsewhere; its gate joins the
@@ -319,7 +319,7 @@ def _projection(experts: Any, name: str) -> Projection:
 def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection | None:
     """The projection and the matrix of the expert that all tokens take; None if it is another kind.
 
-    linears: which give the matrix, one behind the other.
+    linears: whose concatenation is the matrix.
     """
     if not (all(map(is_plain, linears)) and can_be_joined(linears)):
         return None
@@ -336,7 +336,7 @@ def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection |
 
 
 def _is_replaced(experts: Any) -> bool:
-    """Who asked for another way to run them has a reason."""
+    """Whether the configured implementation of the experts is one that may be replaced."""
     return experts.config.get_text_config(decoder=True)._experts_implementation in REPLACED
 
 
@@ -391,7 +391,7 @@ class PackedDelta:
         return is_silu and module.conv1d.bias is None and all(map(is_plain, linears))
 
     def attend(
-        self, states: Tensor, rotation: Rotation, memory: DeltaStates, places: SlotPlaces
+        self, states: Tensor, rotation: Rotation, memory: DeltaStates, index: SlotIndex
     ) -> Tensor:
         """Normed states [N, X] to the layer's output [N, H]; nothing is rotated.
 
@@ -400,7 +400,7 @@ class PackedDelta:
         del rotation
         parts = [projection.product(states) for projection in self._projections]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return product(self._output, gated_delta(packed, self._layer, memory, places))
+        return product(self._output, gated_delta(packed, self._layer, memory, index))
 
 
 def _names(module: Any) -> tuple[str, ...] | None:
@@ -422,7 +422,7 @@ def _groups(linears: Sequence[Any]) -> list[list[Any]]:
 
 
 def _columns(shape: DeltaShape, device: torch.device, *, is_whole: bool) -> DeltaColumns:
-    """is_whole: each key head has its query, key, values and gates behind one another."""
+    """is_whole: each key head has its query, key, values and gates next to one another."""
     each = shape.values // shape.keys
     width, value_width = shape.keys * shape.key_size, shape.values * shape.value_size
     total = 2 * (width + value_width)

@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import BLOCK, Alike, Tables
+from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
-from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 
-# Groups of texts that begin alike, in a forward of so many tokens that reads such beginnings once.
+# Groups of texts that share a prefix, in a forward of so many tokens that reads prefixes once.
 # Where fewer positions of a layer are saved, launches for it take longer than reading them again.
 MOST_GROUPS = 8
 SHARED_FROM = 8
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         spread: NDArray[np.int64] = np.repeat(values, self.counts)
         return spread
 
-    def places_in(self, width: int) -> NDArray[np.int64]:
+    def token_index(self, width: int) -> NDArray[np.int64]:
         """Where the tokens stand in rows of ``width``, [N]."""
         found: NDArray[np.int64] = self.spread(np.arange(len(self.counts)) * width) + self.steps()
         return found
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return np.arange(sum(self.counts)) - self.spread(ends - self.counts)
 
     def padded(self, width: int) -> NDArray[np.int64]:
-        """[B, width]: where each token of such rows is in the line, any behind a row's end."""
+        """[B, width]: where each token of such rows is in the line, any value after a row's end."""
         counts = np.array(self.counts, dtype=np.int64)
         first = np.cumsum(counts) - counts
         steps = np.minimum(np.arange(width), np.maximum(counts - 1, 0)[:, None])
@@ -70,39 +70,39 @@ class Rows(NamedTuple):
         found: NDArray[np.int64] = np.minimum(first[:, None] + steps, last)
         return found
 
-    def places(self, size: int, num_rows: int) -> NDArray[np.int64]:
-        """``SlotPlaces.tokens`` and ``rows`` behind one another, [2 * size + 3 * num_rows].
+    def packed_index(self, size: int, num_rows: int) -> NDArray[np.int64]:
+        """``SlotIndex.tokens`` and ``rows``, concatenated, [2 * size + 3 * num_rows].
 
-        size, num_rows: of the graph; what is behind the tokens and rows of these is unused.
+        size, num_rows: of the graph; entries after the tokens and rows of these are unused.
         """
         counts = np.array(self.counts, dtype=np.int64)
         total, batch = int(counts.sum()), len(counts)
-        places = np.zeros(2 * size + 3 * num_rows, dtype=np.int64)
-        places[:size] = -1
-        places[:total] = self.spread(np.array(self.slots))
-        places[size : size + total] = self.spread(np.array(self.starts)) + self.steps()
-        rows = places[2 * size :].reshape(3, num_rows)
+        index = np.zeros(2 * size + 3 * num_rows, dtype=np.int64)
+        index[:size] = -1
+        index[:total] = self.spread(np.array(self.slots))
+        index[size : size + total] = self.spread(np.array(self.starts)) + self.steps()
+        rows = index[2 * size :].reshape(3, num_rows)
         rows[0], rows[2] = -1, total
         rows[0, :batch], rows[1, :batch] = self.slots, self.starts
         rows[2, :batch] = np.cumsum(counts)
-        return places
+        return index
 
-    def alike(self, tables: Tables) -> tuple[Alike, ...]:
-        """Groups of slots whose rows all stand behind what the slots have in common; if it pays."""
+    def shared_prefixes(self, tables: Tables) -> tuple[SharedPrefix, ...]:
+        """Groups of slots whose rows all start after the slots' shared prefix; if it pays."""
         starts: dict[int, int] = {}
         for slot, start, count in zip(*self, strict=True):
             if slot >= 0 and count > 0:
                 starts[slot] = min(start, starts.get(slot, start))
         found = (
-            Alike(slots, min([length, *(starts[slot] // BLOCK * BLOCK for slot in slots)]))
-            for slots, length in tables.alike(starts)
+            SharedPrefix(slots, min([length, *(starts[slot] // BLOCK * BLOCK for slot in slots)]))
+            for slots, length in tables.shared_prefixes(starts)
         )
         groups = sorted(found, key=lambda group: -group.num_saved)[:MOST_GROUPS]
         is_worth_it = sum(group.num_saved for group in groups) >= WORTH_SHARING
         return tuple(groups) if is_worth_it else ()
 
-    def shared(self, size: int, groups: Sequence[Alike]) -> NDArray[np.int64]:
-        """``SharedPositions`` with room for ``size`` tokens and ``MOST_GROUPS`` groups, flat."""
+    def shared(self, size: int, groups: Sequence[SharedPrefix]) -> NDArray[np.int64]:
+        """``SharedPositions`` for ``size`` tokens and ``MOST_GROUPS`` groups at most, flat."""
         of_slot = {slot: at for at, group in enumerate(groups) for slot in group.slots}
         of_token = np.full(size, len(groups))
         of_row = np.array([of_slot.get(slot, len(groups)) for slot in self.slots], dtype=np.int64)
@@ -116,7 +116,7 @@ class Rows(NamedTuple):
         return np.concatenate([order, np.argsort(order), described.flatten()])
 
     def fit(self, max_length: int) -> bool:
-        """Whether no token is behind the positions of a slot."""
+        """Whether no token is beyond the positions of a slot."""
         pairs = zip(self.starts, self.counts, strict=True)
         return all(start + count <= max_length for start, count in pairs)
 
@@ -134,17 +134,17 @@ class Rows(NamedTuple):
         tables.upload()
 
 
-def split_places(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """``SlotPlaces.tokens`` and ``rows`` out of what ``Rows.places`` made for ``size`` tokens."""
-    tokens, rows = places.split([2 * size, len(places) - 2 * size])
+def split_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``SlotIndex.tokens`` and ``rows`` of a ``Rows.packed_index`` of ``size`` tokens."""
+    tokens, rows = index.split([2 * size, len(index) - 2 * size])
     return tokens.view(2, size), rows.view(3, -1)
 
 
 class LineShape(NamedTuple):
-    """What a forward of so many tokens has room for; one of few, as kernels are compiled for each.
+    """The capacity of a forward; one of few, since kernels are compiled for each.
 
-    size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotPlaces``.
-    num_groups: of texts that begin alike.
+    size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotIndex``.
+    num_groups: of texts that share a prefix.
     """
 
     size: int
@@ -157,18 +157,18 @@ class LineShape(NamedTuple):
         cls,
         total: int,
         batch: int,
-        room: tuple[int, int],
+        capacity: tuple[int, int],
         sizes: Sequence[int],
         *,
         num_groups: int = 0,
     ) -> LineShape:
         """For ``total`` tokens in ``batch`` rows, and so many groups.
 
-        room: the slots there are, and about how many tokens a row of a draft has. Where there are
-        more tokens than all drafts have, most of them are of prompts, whose rows are long.
+        capacity: the number of slots, and about how many tokens a row of a draft has. Where there
+        are more tokens than all drafts have, most of them are of prompts, whose rows are long.
         sizes: of the graphs.
         """
-        num_slots, width = room
+        num_slots, width = capacity
         size = bucket(max(total, 1), sizes)
         # With groups as many as there may be: each number is a kernel to compile beforehand.
         num_rows = max(num_slots if num_groups else min(size, num_slots), batch)
@@ -177,7 +177,7 @@ class LineShape(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether it is computed in the way of long rows, which must fit their slots."""
+        """Whether it is computed as long rows are, which must fit their slots."""
         return self.width >= LEAST_WIDTH
 
 
@@ -215,7 +215,7 @@ class PackedLM:
         self.key_values = tuple(one for one in memory if isinstance(one, KeyValues))
         self.states = tuple(one for one in memory if isinstance(one, DeltaStates))
         self._tables, self._graphs = tables, graphs
-        self._room = (len(tables.tables), width)
+        self._capacity = (len(tables.tables), width)
         self._device = tables.tables.device
 
     @property
@@ -228,26 +228,26 @@ class PackedLM:
         token_ids: Tensor,
         rows: Rows,
         layers: tuple[int, ...] = (),
-        beside: Callable[[], None] | None = None,
+        overlapped: Callable[[], None] | None = None,
     ) -> LineOutput:
         """Feed tokens int64 [N], those of ``rows`` in turn; nothing waits for the device.
 
-        token_ids: on the device or the host. layers: as of ``CausalLM.forward``. beside: as of
-        ``GraphPool.run``; without a graph it is left to be done later.
+        token_ids: on the device or the host. layers: as of ``CausalLM.forward``. overlapped: as of
+        ``GraphPool.run``; without a graph it is left to be called later.
 
         Raises ModelError where no blocks are free for the rows.
         """
         rows.grow(self._tables)
-        total, batch, groups = len(token_ids), len(rows.slots), tuple[Alike, ...]()
+        total, batch, groups = len(token_ids), len(rows.slots), tuple[SharedPrefix, ...]()
         if self._graphs is None:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
-            groups = rows.alike(self._tables) if total >= SHARED_FROM else ()
-            given = (total, batch, self._room, self._graphs.sizes)
-            shape = LineShape.of(*given, num_groups=len(groups))
+            groups = rows.shared_prefixes(self._tables) if total >= SHARED_FROM else ()
+            limits = (total, batch, self._capacity, self._graphs.sizes)
+            shape = LineShape.of(*limits, num_groups=len(groups))
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
-            "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
+            "index": torch.from_numpy(rows.packed_index(shape.size, shape.num_rows)),
         }
         if groups:
             inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
@@ -258,7 +258,7 @@ class PackedLM:
         else:
             has_graph = self._graphs.has(shape.size) and fits == shape.is_long
             key = (shape, layers) if has_graph else None
-            states, hidden = self._graphs.run(key, inputs, body, beside=beside)
+            states, hidden = self._graphs.run(key, inputs, body, overlapped=overlapped)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 
@@ -269,7 +269,7 @@ class PackedLM:
         token_ids, slots, starts, counts = inputs
         width = token_ids.shape[1]
         rows = Rows(slots, starts, [min(count, width) for count in counts])
-        index = to_device(rows.places_in(width), token_ids.device)
+        index = to_device(rows.token_index(width), token_ids.device)
         (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
         if logits == "last":
             last = to_device(np.maximum(np.cumsum(rows.counts) - 1, 0), self._device)
@@ -296,10 +296,10 @@ class PackedLM:
         for size, num_groups in product(sizes, (0, MOST_GROUPS)):
             if num_groups and size < SHARED_FROM:
                 continue
-            shape = LineShape.of(size, 0, self._room, graphs.sizes, num_groups=num_groups)
+            shape = LineShape.of(size, 0, self._capacity, graphs.sizes, num_groups=num_groups)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
-                "places": torch.from_numpy(none.places(size, shape.num_rows)),
+                "index": torch.from_numpy(none.packed_index(size, shape.num_rows)),
             }
             if num_groups:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
@@ -312,11 +312,11 @@ class PackedLM:
                 yield
 
     def forward_seconds(self, layers: tuple[int, ...]) -> dict[int, float]:
-        """See ``CausalLM.forward_seconds``: of some sizes, small ones being nearly alike."""
+        """Seconds by tokens, see ``CausalLM.forward_seconds``; small sizes are nearly equal."""
         if self._graphs is None:
             return {}
         timed = [size for size in self._graphs.sizes if size > FEW or size.bit_count() == 1]
-        shapes = [LineShape.of(size, 0, self._room, self._graphs.sizes) for size in timed]
+        shapes = [LineShape.of(size, 0, self._capacity, self._graphs.sizes) for size in timed]
         found = {shape.size: self._graphs.seconds((shape, layers)) for shape in shapes}
         return {size: seconds for size, seconds in found.items() if seconds is not None}
 
@@ -334,10 +334,10 @@ class PackedLM:
         where = self._where(width, inputs, fits=fits)
         self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
 
-    def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotPlaces:
+    def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotIndex:
         size = len(inputs["token_ids"])
-        lines, shared = split_places(inputs["places"], size), None
+        lines, shared = split_index(inputs["index"], size), None
         if "shared" in inputs:
-            shared = SharedPositions(*split_places(inputs["shared"], size))
+            shared = SharedPositions(*split_index(inputs["shared"], size))
         tables, most = self._tables.tables, self._tables.max_length
-        return SlotPlaces(*lines, tables, most, width, shared=shared, fits=fits)
+        return SlotIndex(*lines, tables, most, width, shared=shared, fits=fits)

@@ -23,19 +23,19 @@ from guided_spec.models.packed.graph_pool import (
     GraphPool,
     Inputs,
     bucket,
-    pack_places,
+    pack_index,
     pad_rows,
     pad_to,
 )
-from guided_spec.models.packed.packed_lm import LineShape, Rows, split_places
+from guided_spec.models.packed.packed_lm import LineShape, Rows, split_index
 from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.host import host_integers, to_device
 
 
 class HeadLine(NamedTuple):
-    """Positions of texts, one behind another. rows: where they go. cuts: of which of the texts each
-    row is, and of which of its new positions."""
+    """Positions of texts, concatenated. rows: where they go. cuts: of which of the texts each row
+    is, and of which of its new positions."""
 
     rows: Rows
     cuts: Sequence[tuple[int, slice]]
@@ -49,7 +49,7 @@ class ReadAhead(NamedTuple):
     """Verified tokens of R texts of which the host does not know yet how many there are.
 
     token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R], in
-    [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at most.
+    [0, T), where each row ends; anything may follow. counts: [R] tokens of each row at most.
     """
 
     slots: Sequence[int]
@@ -99,7 +99,7 @@ class HeadSlots:
     """The memory of a head's layers, and how much of each slot's text it holds.
 
     config: of the head's layers. blocks: the target's, by whose tables the head keeps its own keys
-    and values: who takes a prefix of another text takes both. None: tables of its own.
+    and values: a text that takes a prefix of another one takes both. None: tables of its own.
 
     memory: the layers' blocks.
     """
@@ -155,7 +155,7 @@ class HeadSlots:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         length, count = self._lengths[source], len(destinations)
         Rows(destinations, [0] * count, [length] * count).grow(self.blocks)
         for slot in destinations:
@@ -168,7 +168,7 @@ class HeadSlots:
         return max(length + count for length, count in pairs) <= self.max_length
 
     def lines(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[HeadLine]:
-        """``counts`` new positions in lines of ``piece`` at most; each is committed behind it."""
+        """``counts`` new positions in lines of at most ``piece``, each committed afterwards."""
         done = [0] * len(slots)
         while any(have < count for have, count in zip(done, counts, strict=True)):
             left, cuts = self._piece, list[tuple[int, slice]]()
@@ -196,7 +196,7 @@ class PackedHead(Protocol):
     @property
     def width(self) -> int: ...
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
+        self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
         """As of ``DraftHead.forward``: int64 [N] and [N, H] to the recycled [N, H].
 
@@ -237,11 +237,11 @@ class PackedSlotHead:
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
-        self.graphs = self.sources = GraphPool(device, window, is_beside=True)
+        self.graphs = self.sources = GraphPool(device, window, is_on_side_stream=True)
         self._whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
         width = packed.head.hidden_size
-        # The last row is for the unused places of a graph, whose slot is -1.
+        # The last row is for the unused entries of a graph, whose slot is -1.
         self._hidden = torch.zeros(limits.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
@@ -249,7 +249,7 @@ class PackedSlotHead:
         self._scored: tuple[tuple[int, ...], Tensor] | None = None
 
     def depth(self, slot: int) -> int:
-        """Draft tokens behind the verified ones."""
+        """Draft tokens after the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -291,26 +291,26 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         self.slots.copy_slot(source, destinations)
         self._hidden[self._index(destinations)] = self._hidden[source].clone()
         self._scored = None
         self._begin_draft(destinations)
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadRunner``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     def commit(self, slot: int, count: int) -> None:
-        """See ``AheadRunner``."""
+        """The slot holds ``count`` of the tokens that were read ahead; see ``AheadRunner``."""
         self.slots.commit(slot, count)
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``AheadRunner``."""
+        """Read tokens that the host does not know yet; see ``AheadRunner``."""
         rows, count = new.rows(self.slots), len(new.counts)
         begins = np.cumsum(new.counts) - np.array(new.counts)
-        placed = np.concatenate([rows.places_in(new.token_ids.shape[1]), begins])
+        placed = np.concatenate([rows.token_index(new.token_ids.shape[1]), begins])
         index, first = to_device(placed, self._device).split([len(placed) - count, count])
         fed = new.token_ids.clamp_min(0).flatten()[index], new.states.flatten(0, 1)[index]
         self._read_rows(rows, *fed, first + new.last)
@@ -324,7 +324,7 @@ class PackedSlotHead:
         inputs = {"token_ids": pad_rows(token_ids, size)}
         if self._scored is None or self._scored[0] != tuple(slots):
             inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
-            inputs["places"] = pack_places((slots, self._ends(slots)), size)
+            inputs["index"] = pack_index((slots, self._ends(slots)), size)
         logits: Tensor = self.graphs.run(("append", size), inputs, self._append_one)
         self._scored = (tuple(slots), logits[: len(slots)])
         for slot in slots:
@@ -337,16 +337,14 @@ class PackedSlotHead:
             return self._scored[1]
         return self._packed.logits(self._hidden[self._index(slots)])
 
-    def masked(
-        self, slots: Tensor, token_ids: Tensor, hidden: Tensor, places: SlotPlaces
-    ) -> Tensor:
+    def masked(self, slots: Tensor, token_ids: Tensor, hidden: Tensor, index: SlotIndex) -> Tensor:
         """As of ``SlotHead.masked``, for a graph. slots: int64 [R] on the device, -1 for an unused
-        row. places: of the R rows of T tokens."""
+        row. index: of the R rows of T tokens."""
         first = self._hidden[slots].unsqueeze(1)
         if token_ids.shape[1] == 0:
             return first
         fed = token_ids.flatten(), hidden.flatten(0, 1)
-        found = self._packed.forward(*fed, places, self.slots.memory)
+        found = self._packed.forward(*fed, index, self.slots.memory)
         return torch.cat([first, found.view(*token_ids.shape, -1)], 1)
 
     def has_graph(self, size: int, count: int) -> bool:
@@ -355,14 +353,14 @@ class PackedSlotHead:
         return True
 
     def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
-        """See ``DraftForward``."""
+        """[R]: where a draft begins in each slot; see ``DraftForward``."""
         del count
         self.slots.blocks.upload()  # the slots may have grown since anything was read
         return self._ends(slots)
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
-        """See ``DraftForward``."""
-        slots, starts, _ = inputs["places"].unbind(0)
+        """Draft ``count`` tokens that ``pick`` picks, inside the graph; see ``DraftForward``."""
+        slots, starts, _ = inputs["index"].unbind(0)
         hidden = self._hidden[slots]
         for depth in range(count):
             token_ids = pick(depth, self._packed.logits(hidden))
@@ -371,13 +369,13 @@ class PackedSlotHead:
         self._hidden[slots] = hidden
 
     def end_draft(self, slots: Sequence[int], count: int) -> None:
-        """See ``DraftForward``."""
+        """Append all but the last token to the slots' drafts; see ``DraftForward``."""
         self._scored = None
         for slot in slots:
             self._depths[slot] += count - 1
 
     def whole(self, longest: int) -> WholeDrafts:
-        """See ``AheadRunner``."""
+        """Makes drafts of any length by one graph; see ``AheadRunner``."""
         del longest
         return self._whole
 
@@ -387,8 +385,8 @@ class PackedSlotHead:
         yield from self.capture_reads()
         head = self._packed.head
         for size in self._whole.row_sizes:
-            places = pack_places([[], []], size)
-            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
+            index = pack_index([[], []], size)
+            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "index": index}
             fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
             self.graphs.prepare(("append", size), fed, self._append_one)
             yield
@@ -398,11 +396,11 @@ class PackedSlotHead:
     def capture_reads(self) -> Iterator[None]:
         """Capture the graphs of reading."""
         for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
-            shape = LineShape.of(size, 0, self._room, self.graphs.sizes)
+            shape = LineShape.of(size, 0, self._capacity, self.graphs.sizes)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "states": self._hidden.new_zeros(size, self._packed.width),
-                "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
+                "index": torch.from_numpy(Rows((), (), ()).packed_index(size, shape.num_rows)),
                 "last": torch.zeros(shape.num_rows, dtype=torch.int64),
             }
             key = ("read", shape) if self.graphs.has(size) else None
@@ -421,11 +419,11 @@ class PackedSlotHead:
     def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
         """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""
         rows.grow(self.slots.blocks)
-        shape = LineShape.of(len(token_ids), len(rows.slots), self._room, self.graphs.sizes)
+        shape = LineShape.of(len(token_ids), len(rows.slots), self._capacity, self.graphs.sizes)
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
             "states": pad_to(states, (shape.size, states.shape[1])),
-            "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
+            "index": torch.from_numpy(rows.packed_index(shape.size, shape.num_rows)),
             "last": pad_to(last, (shape.num_rows,)),
         }
         key = ("read", shape) if self.graphs.has(shape.size) else None
@@ -433,29 +431,29 @@ class PackedSlotHead:
         self._scored = None
 
     @property
-    def _room(self) -> tuple[int, int]:
+    def _capacity(self) -> tuple[int, int]:
         return self._limits.num_slots, self._limits.width
 
     def _read(self, width: int, inputs: Inputs) -> None:
         token_ids = inputs["token_ids"]
-        tokens, rows = split_places(inputs["places"], len(token_ids))
+        tokens, rows = split_index(inputs["index"], len(token_ids))
         hidden = self._packed.head.features(inputs["states"].to(self._dtype))
-        places = self._places(tokens, rows, width)
-        hidden = self._packed.forward(token_ids, hidden, places, self.slots.memory)
+        index = self._slot_index(tokens, rows, width)
+        hidden = self._packed.forward(token_ids, hidden, index, self.slots.memory)
         self._hidden[rows[0]] = hidden[inputs["last"]]
 
-    def _places(self, tokens: Tensor, rows: Tensor, width: int) -> SlotPlaces:
-        return SlotPlaces(
+    def _slot_index(self, tokens: Tensor, rows: Tensor, width: int) -> SlotIndex:
+        return SlotIndex(
             tokens, rows, self.slots.blocks.tables, self.slots.blocks.max_length, width
         )
 
     def _append_one(self, inputs: Inputs) -> Tensor:
         """One step's logits; the inputs are left as the next one needs them."""
-        hidden, places = inputs["hidden"], inputs["places"]
-        output = self._step(inputs["token_ids"], hidden, places[0], places[1])
+        hidden, index = inputs["hidden"], inputs["index"]
+        output = self._step(inputs["token_ids"], hidden, index[0], index[1])
         hidden.copy_(output)
-        places[1] += 1
-        self._hidden[places[0]] = output
+        index[1] += 1
+        self._hidden[index[0]] = output
         return self._packed.logits(output)
 
     def _step(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
@@ -463,7 +461,7 @@ class PackedSlotHead:
         ends = torch.arange(1, len(slots) + 1, device=slots.device)
         rows = torch.stack([slots, starts, ends])
         return self._packed.forward(
-            token_ids, hidden, self._places(rows[:2], rows, width=1), self.slots.memory
+            token_ids, hidden, self._slot_index(rows[:2], rows, width=1), self.slots.memory
         )
 
     def _index(self, slots: Sequence[int]) -> Tensor:

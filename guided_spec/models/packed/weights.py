@@ -1,6 +1,6 @@
-"""Linear maps of one input as one: their weights lie behind one another.
+"""Linear maps of one input as one: their weights are concatenated.
 
-The packed weights take the place of the stock ones, whose parameters become views of them; so
+The packed weights replace the stock ones, whose parameters become views of them; so
 nothing is stored twice, and the stock modules compute what they did.
 """
 
@@ -72,7 +72,7 @@ def join(modules: Sequence[Any]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over parts that lie behind one another already, as another user left them."""
+    """One tensor over parts that are contiguous already, as another user left them."""
     first, width = parts[0], parts[0].shape[1]
     end = first.data_ptr()
     for part in parts:

@@ -17,7 +17,7 @@ from guided_spec.models.packed.graph_pool import (
     GraphPool,
     Inputs,
     bucket,
-    pack_places,
+    pack_index,
     pad_rows,
     row_sizes,
 )
@@ -53,7 +53,7 @@ class Picker(Protocol):
         ...
 
     def found(self, picked: list[Tensor]) -> Tensor | None:
-        """What of the tokens, [R] each, the graph leaves to whoever runs it."""
+        """What of the tokens, [R] each, the graph returns to its caller."""
         ...
 
 
@@ -93,13 +93,13 @@ class DraftForward(Protocol):
         ...
 
     def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
-        """Before a draft of ``count`` tokens: where it begins, [R]; the slots have room for it."""
+        """Before a draft of ``count`` tokens: where it begins, [R]; the slots then can hold it."""
         ...
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
         """Inside of the graph: tokens that ``pick`` picks.
 
-        inputs: "places", int64 [3, R]: the slots, -1 for an unused row, and their starts first.
+        inputs: "index", int64 [3, R]: the slots, -1 for an unused row, and their starts first.
         """
         ...
 
@@ -128,16 +128,16 @@ class WholeDrafts:
 
     @torch.inference_mode()
     def draft_greedily(
-        self, slots: Sequence[int], count: int, given: Tensor | None = None
+        self, slots: Sequence[int], count: int, prefix: Tensor | None = None
     ) -> Tensor:
-        """int64 [R, count] target ids, each the best behind the ones before.
+        """int64 [R, count] target ids, each the best after the ones before.
 
-        given: int64 [R, G], G at most ``count``: tokens that each row begins with, -1 behind them.
-            What the result holds in their places is any.
+        prefix: int64 [R, G], G at most ``count``: tokens that each row begins with, then -1.
+            The result is undefined at their positions.
 
         On CUDA the next such draft overwrites the result.
         """
-        best: Tensor = self._run(_Best(self._forward.vocabulary), slots, count, given)
+        best: Tensor = self._run(_Best(self._forward.vocabulary), slots, count, prefix)
         return best[: len(slots), :count]
 
     @torch.inference_mode()
@@ -146,34 +146,34 @@ class WholeDrafts:
         picker: Picker,
         slots: Sequence[int],
         count: int,
-        given: Tensor | None,
-        beside: Callable[[], None] | None,
+        prefix: Tensor | None,
+        overlapped: Callable[[], None] | None,
     ) -> None:
         """Draft ``count`` tokens that ``picker`` picks, or as many as ``length`` says.
 
-        given: as of ``draft_greedily``. beside: what the picker waits for while it is launched.
+        prefix: as of ``draft_greedily``. overlapped: as of ``GraphPool.run``.
         """
-        self._run(picker, slots, count, given, beside)
+        self._run(picker, slots, count, prefix, overlapped)
 
     @torch.inference_mode()
     def capture_best(self, count: int) -> Iterator[None]:
         """Capture the graphs of ``draft_greedily``."""
         for size in self.row_sizes:
-            for given in (0, count):
-                self.capture_by(_Best(self._forward.vocabulary), count, given, size)
+            for num_prefix in (0, count):
+                self.capture_by(_Best(self._forward.vocabulary), count, num_prefix, size)
                 yield
 
     @torch.inference_mode()
-    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
-        """Capture the graph of ``draft_by`` for ``size`` rows, ``given`` tokens among ``count``.
+    def capture_by(self, picker: Picker, count: int, num_prefix: int, size: int) -> None:
+        """Capture the graph of ``draft_by`` for ``size`` rows; prefixes have ``num_prefix`` tokens.
 
         Where it would be too large, only its kernels are made ready.
         """
         self._lengths.add(count)
-        key = (picker.key, count, *([given] if given else []), size)
-        inputs = {**picker.inputs(key, size), "places": _still(size)}
-        if given:
-            inputs["given"] = torch.full((size, given), -1)
+        key = (picker.key, count, *([num_prefix] if num_prefix else []), size)
+        inputs = {**picker.inputs(key, size), "index": _still(size)}
+        if num_prefix:
+            inputs["prefix"] = torch.full((size, num_prefix), -1)
         kept = key if self._forward.has_graph(size, count) else None
         self._graphs.prepare(kept, inputs, partial(self._draft, picker, count))
 
@@ -182,39 +182,39 @@ class WholeDrafts:
         picker: Picker,
         slots: Sequence[int],
         count: int,
-        given: Tensor | None,
-        beside: Callable[[], None] | None = None,
+        prefix: Tensor | None,
+        overlapped: Callable[[], None] | None = None,
     ) -> Any:
         size, count = bucket(len(slots), ROW_SIZES), self.length(count)
         body = partial(self._draft, picker, count)
         starts = self._forward.begin_draft(slots, count)
-        key = (picker.key, count, *(() if given is None else (count,)), size)
+        key = (picker.key, count, *(() if prefix is None else (count,)), size)
         inputs = dict(picker.inputs(key, size))
-        if given is not None:
-            given = functional.pad(given, (0, count - given.shape[1]), value=-1)
-            inputs["given"] = pad_rows(given, size)
+        if prefix is not None:
+            prefix = functional.pad(prefix, (0, count - prefix.shape[1]), value=-1)
+            inputs["prefix"] = pad_rows(prefix, size)
         if key not in self._graphs:
             # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
-            self._graphs.prepare(key, {**inputs, "places": _still(size)}, body)
-        places = (slots, starts, [picker.ticket] * len(slots))
-        inputs["places"] = pack_places(places, size)
-        found = self._graphs.run(key, inputs, body, beside=beside)
+            self._graphs.prepare(key, {**inputs, "index": _still(size)}, body)
+        index = (slots, starts, [picker.ticket] * len(slots))
+        inputs["index"] = pack_index(index, size)
+        found = self._graphs.run(key, inputs, body, overlapped=overlapped)
         self._forward.end_draft(slots, count)
         return found
 
     def _draft(self, picker: Picker, count: int, inputs: Inputs) -> Tensor | None:
-        ticket, given, picked = inputs["places"][2, :1], inputs.get("given"), list[Tensor]()
+        ticket, prefix, picked = inputs["index"][2, :1], inputs.get("prefix"), list[Tensor]()
 
         def pick(depth: int, logits: Tensor) -> Tensor:
             picked.append(picker.pick(ticket, inputs, depth, logits))
-            if given is None:
+            if prefix is None:
                 return picked[-1]
-            return torch.where(given[:, depth] < 0, picked[-1], given[:, depth])
+            return torch.where(prefix[:, depth] < 0, picked[-1], prefix[:, depth])
 
         self._forward.draft(inputs, count, pick)
         return picker.found(picked)
 
 
 def _still(size: int) -> Tensor:
-    """Places of rows that nobody uses."""
-    return pack_places([[], [], []], size)
+    """The index of ``size`` unused rows."""
+    return pack_index([[], [], []], size)

@@ -7,7 +7,7 @@ transformers asks a table for the attention function that a configuration names.
 registered here writes the new keys and values into the buffers that ``attending`` names and attends
 over them, by ``guided_spec.ops.attention.slot_attention``:
 
-    with using_slot_attention(model.config), attending(buffers, places):
+    with using_slot_attention(model.config), attending(buffers, index):
         model(input_ids=token_ids, position_ids=positions, use_cache=False)
 
 transformers builds no mask for an attention function without an entry in its table of masks
@@ -35,12 +35,12 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
 from guided_spec.ops.delta_rule import DeltaStates
 
 SLOT_ATTENTION = "guided_spec_slots"
 
-# What an attention function may be given that changes its result, and what to call it.
+# Arguments of an attention function that change its result, and what to call them.
 REFUSED = {
     "softcap": "a cap on the scores (softcap)",
     "position_bias": "a position bias",
@@ -49,10 +49,10 @@ REFUSED = {
 
 
 class Attended(NamedTuple):
-    """What the forward in flight attends to: one pair of buffers for each layer."""
+    """What the current forward attends to: one pair of buffers for each layer."""
 
     buffers: Sequence[KeyValues]
-    places: SlotPlaces
+    slot_index: SlotIndex
 
 
 class _Current(threading.local):
@@ -63,14 +63,14 @@ _current = _Current()
 
 
 @contextmanager
-def attending(buffers: Sequence[KeyValues], places: SlotPlaces) -> Iterator[None]:
+def attending(buffers: Sequence[KeyValues], index: SlotIndex) -> Iterator[None]:
     """Say what forwards with slot attention attend to, in this thread, while it is open.
 
     buffers: of layer i at index i, [num_blocks, Hkv, block, D] each; the forward writes to them.
-    places: where its tokens belong, which are in one line: the model is given a batch of one.
+    index: where its tokens belong. They are one flat sequence: the model gets a batch of one.
     """
     before = _current.attended
-    _current.attended = Attended(buffers, places)
+    _current.attended = Attended(buffers, index)
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ def _attend(
         query,
         KeyValues(key, value),
         attended.buffers[layer],
-        attended.places,
+        attended.slot_index,
         scale=query.shape[2] ** -0.5 if scaling is None else scaling,
         window=_window(module, options.get("sliding_window")),
         sinks=options.get("s_aux"),
@@ -154,7 +154,7 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
         return passed
     raise ModelError(
         f"model_type={_model_type(module)!r}: layer {layer} is of type {types[layer]!r} and passes "
-        "no window to its attention function, so attention over slots cannot follow it"
+        "no window to its attention function, so attention over slots cannot apply it"
     )
 
 
@@ -186,9 +186,9 @@ class StockDecoder:
     def of(cls, model: PreTrainedModel, max_length: int) -> StockDecoder | None:
         """For ``model`` and texts of so many tokens; None where it has no such form.
 
-        That is by its kind, or because what is behind its output head does more. Whether the form
-        then is right, ``SlotTrial`` has to find out. Raises IndexError where the model has no
-        position for so long a text.
+        That is by its kind, or because it computes more after its output head. ``SlotTrial`` then
+        tests whether the form is right. Raises IndexError where the model has no position for so
+        long a text.
         """
         if not _may_be_served(model):
             return None
@@ -199,23 +199,23 @@ class StockDecoder:
         last = torch.full_like(ids, max_length - 1)
         with CheckedEmbeddings():
             decoder._decoder(input_ids=ids, position_ids=last, use_cache=False)
-        # By itself, and exactly: half precision would hide what a model does behind its head.
+        # By itself, and exactly: half precision would hide what a model does after its head.
         return decoder if torch.equal(decoder.logits(states), expected) else None
 
     def forward(
         self,
         token_ids: Tensor,
-        places: SlotPlaces,
+        index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
-        """See ``PackedDecoder.forward``."""
-        positions = places.positions.clamp_max(places.max_length - 1)
+        """The states and hidden states of N tokens, see ``PackedDecoder.forward``."""
+        positions = index.positions.clamp_max(index.max_length - 1)
         kept = [one for one in memory if isinstance(one, KeyValues)]
         with (
             using_slot_attention(self._config),
             using_few_experts(self._config),
-            attending(kept, places),
+            attending(kept, index),
             capture_hidden(self._decoder, hidden_layers) as captured,
         ):
             output: Any = self._decoder(
@@ -234,7 +234,7 @@ class StockDecoder:
         return []
 
     def logits(self, states: Tensor) -> Tensor:
-        """See ``PackedDecoder.logits``."""
+        """States [..., H] to the logits [..., V]; see ``PackedDecoder.logits``."""
         scores: Tensor = self._head(states)
         return scores
 

@@ -33,7 +33,7 @@ from guided_spec.ops.linear.experts import (
 
 EXPERTS = "guided_spec_experts"
 DEFAULT_GATE = _default_apply_gate  # which modules have that do not bring their own
-REPLACED = ("grouped_mm", "batched_mm")  # who asked for another has a reason
+REPLACED = ("grouped_mm", "batched_mm")  # others were chosen on purpose
 
 
 @contextmanager

@@ -2,17 +2,17 @@
 
 Each slot holds one text. A forward writes every row's new keys and values at that row's own
 positions into that row's own slot, so rows of one batch may have any lengths, and rolling back
-rejected tokens is a matter of integers: what lies behind a row's length is masked, and overwritten
+rejected tokens is a matter of integers: what lies after a row's length is masked, and overwritten
 before it can be seen.
 
 Everything this package relies on of transformers' cache internals is here; tested with transformers
 5.17 to 5.24.
 
 Gated-delta layers (Qwen3-Next, Qwen3.5) have a state a slot that can stop at any token. Such a
-layer folds every token into one state, so a rejected token cannot be cut off behind it. The
+layer folds every token into one state, so a rejected token cannot be removed afterwards. The
 layer records its delta-rule call instead, and ``commit`` runs that call once more from the state
 before the forward with decay 0 (in the log) and step 0 for the tokens that do not stay: these then
-leave the state as it is. Padding is handled the same way.
+leave the state as it is. Padding is handled likewise.
 
 Layers of short convolutions (LFM2) have the window of theirs alone, which ``commit`` cuts out.
 
@@ -75,7 +75,9 @@ class StepPlan:
         self.view = min(max_length, buckets * VIEW_BUCKET) if view is None else view
         first = self.slots[0]
         self._range = first if self.slots == list(range(first, first + len(slots))) else None
-        self._positions, self._columns = _place(starts, counts, num_tokens, max_length)
+        self._positions, self._columns = _positions_and_columns(
+            starts, counts, num_tokens, max_length
+        )
         self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._targets: dict[tuple[torch.device, int, int], Tensor] = {}
 
@@ -128,7 +130,7 @@ class StepPlan:
         return self._targets[key]
 
 
-def _place(
+def _positions_and_columns(
     starts: Sequence[int], counts: Sequence[int], num_tokens: int, max_length: int
 ) -> tuple[Tensor, Tensor]:
     """([B, T] positions, [B, T] buffer columns), int64 on the CPU."""
@@ -175,14 +177,14 @@ class SlotLinearLayer(LinearAttentionLayer):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
-        self.record_past = True  # keeps single tokens off the path that updates states in place
+        self.record_past = True  # keeps single tokens off the path that overwrites states
         self._num_slots = num_slots
         self._conv: Tensor | None = None  # [num_slots, channels, kernel]
         self._recurrent: Tensor | None = None  # [num_slots, heads, k_dim, v_dim]
         self._plan: StepPlan | None = None
         self._window: Tensor | None = None  # [B, channels, kernel + T]
         self._call: DeltaCall | None = None
-        self._final: Tensor | None = None  # the recurrent state behind all T tokens
+        self._final: Tensor | None = None  # the recurrent state after all T tokens
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +199,9 @@ class SlotLinearLayer(LinearAttentionLayer):
         ):
             if buffer is not None:
                 if plan.fresh:
-                    # By way of the CPU: a tensor made on a GPU from a list would wait for the GPU.
+                    # Through the CPU: a tensor made on a GPU from a list would wait for the GPU.
                     buffer.index_fill_(0, to_device(plan.fresh, buffer.device), 0)
-                # A copy: a kernel may work in place, and the state before is needed again.
+                # A copy: a kernel may overwrite it, and the state before is needed again.
                 shown[0] = plan.gather(buffer).clone()
                 self.has_previous_state[0] = True
 
@@ -224,7 +226,7 @@ class SlotLinearLayer(LinearAttentionLayer):
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Keep the state behind all T tokens, and the call that led to it, until ``commit``."""
+        """Keep the state after all T tokens, and the call that led to it, until ``commit``."""
         calls = _thread.calls or []
         if state_idx != 0 or len(calls) != 1 or not {"g", "beta"} <= calls[0].kwargs.keys():
             raise ModelError("a linear-attention layer of another kind than the gated delta rule")
@@ -236,7 +238,7 @@ class SlotLinearLayer(LinearAttentionLayer):
         return recurrent_states
 
     def commit(self, keep: Tensor | None) -> None:
-        """Store the states behind the first ``keep`` [B] (on the CPU) tokens; None: behind all."""
+        """Store the states after the first ``keep`` [B] (on the CPU) tokens; None: after all."""
         assert self._plan is not None, "begin() comes before commit()"
         if self._window is None:
             return
@@ -276,7 +278,7 @@ class SlotLinearLayer(LinearAttentionLayer):
         return self._conv, self._recurrent
 
     def _replay(self, keep: Tensor) -> Tensor:
-        """The recurrent state behind the first ``keep`` [B] tokens of the recorded call."""
+        """The recurrent state after the first ``keep`` [B] tokens of the recorded call."""
         assert self._call is not None
         assert self._plan is not None
         assert self._recurrent is not None
@@ -364,7 +366,7 @@ class SlotCache(Cache):
 
     @property
     def plan(self) -> StepPlan:
-        """What the forward in flight feeds."""
+        """What the current forward feeds."""
         assert self._plan is not None, "begin() comes before the forward"
         return self._plan
 
@@ -380,7 +382,7 @@ class SlotCache(Cache):
             layer.begin(plan)
 
     def commit(self, keep: Sequence[int]) -> None:
-        """Move the linear states to behind the first ``keep[b]`` tokens of each row just fed."""
+        """Move the linear states to after the first ``keep[b]`` tokens of each row just fed."""
         if self._linear:
             plan = self.plan
             kept = None if all(n == plan.num_tokens for n in keep) else torch.tensor(keep)
@@ -528,7 +530,7 @@ class SlotIndexedLayer(SlotLayer):
         return plan.read(self.indexer_keys).squeeze(1)
 
     def buffers(self) -> list[Tensor]:
-        """See ``SlotLayer.buffers``."""
+        """Keys, values and, where there is an indexer, its keys; see ``SlotLayer.buffers``."""
         indexer = [] if self.indexer_keys is None else [self.indexer_keys]
         return super().buffers() + indexer
 

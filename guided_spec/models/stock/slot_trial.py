@@ -1,10 +1,10 @@
 """Whether a model computes over slots what it computes without them: tried where it is loaded.
 
-transformers does not promise that a model takes its positions, its masks and its past as they are
-given. One that does not would write other texts, without an error. So a few tokens go through the
-slots the way an engine feeds them, and their logits are compared:
+transformers does not promise that a model uses the positions, masks and past that are passed to it.
+One that does not would write other texts, without an error. So a few tokens go through the slots as
+an engine feeds them, and their logits are compared:
 
-1. In pieces, padded, beside another row, with tokens behind them that do not stay, some before the
+1. In pieces, padded, next to another row, followed by tokens that do not stay, some before the
    fewest columns of their slots and some before all: with the model's own forward of the whole
    texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
    mask of its own in its attention shows here, whatever its configuration says.
@@ -98,14 +98,14 @@ class CheckedEmbeddings(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# How the first tokens are fed: which logits, tokens of each row that stay, and others behind them.
+# How the first tokens are fed: which logits, tokens of each row that stay, and others after them.
 PIECES: tuple[tuple[LogitsKind, tuple[int, int], int], ...] = (
     ("none", (3, 2), 1),
     ("last", (2, 2), 0),
     ("all", (1, 2), 1),
 )
 NUM_FIRST = 6
-PADDING = 3  # behind the longest row: further than any column of the slots that is read
+PADDING = 3  # after the longest row: further than any column of the slots that is read
 NUM_LAST = 4  # tokens at the end of a slot
 STRIDE = 7  # between the ids of tokens
 
@@ -161,7 +161,7 @@ class SlotTrial:
                 self._require_close(self._full, own, "under the windows of its configuration")
 
     def check_packed(self, forward: Forward) -> None:
-        """The same for the packed form, behind ``check_stock``."""
+        """The same for the packed form, after ``check_stock``."""
         self._cause = ""  # the stock form has passed
         with errors_naming(self._model, "a forward in packed form failed"):
             self._check_pieces(forward, "in packed form")

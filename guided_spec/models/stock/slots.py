@@ -140,7 +140,7 @@ def _take_rows(states: Tensor, rows: Tensor) -> Tensor:
 def _last_rows_only(head: Any, rows: Tensor) -> Iterator[Callable[[], bool]]:
     """While it is open, ``head`` sees one hidden state a row; yields whether that happened.
 
-    Cutting in front of the head, not around it, keeps what models do to the logits behind it.
+    Cutting in front of the head, not around it, keeps what models do to the logits after it.
     """
     cuts: list[bool] = []
 

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 
 MODULE = "flash_attn_interface"
-# Of ``SlotPlaces.width``: rows of prompts, and what decodes beside them. It is no faster at others.
+# Of ``SlotIndex.width``: prompt rows, and rows that decode in the same step. No faster at others.
 LEAST_WIDTH = 512
 HOPPER = 9  # compute capability
 DTYPES = (torch.bfloat16, torch.float16)
@@ -29,23 +29,21 @@ def is_installed() -> bool:
     return find_spec(MODULE) is not None and torch.cuda.get_device_capability()[0] == HOPPER
 
 
-def serves(query: Tensor, buffers: KeyValues, places: SlotPlaces) -> bool:
+def serves(query: Tensor, buffers: KeyValues, index: SlotIndex) -> bool:
     """Whether it takes a line [N, Hq, D] of the keys and values in these buffers."""
-    width = len(query) if places.width is None else places.width
+    width = len(query) if index.width is None else index.width
     is_long = width >= LEAST_WIDTH and query.shape[2] % 8 == 0
-    is_plain = places.fits and places.shared is None
+    is_plain = index.fits and index.shared is None
     has_dtype = query.dtype == buffers.keys.dtype and query.dtype in DTYPES
     return is_long and is_plain and has_dtype and query.is_cuda and is_installed()
 
 
-def flash_attention(
-    query: Tensor, buffers: KeyValues, places: SlotPlaces, *, scale: float
-) -> Tensor:
+def flash_attention(query: Tensor, buffers: KeyValues, index: SlotIndex, *, scale: float) -> Tensor:
     """[N, Hq, D]: ``slot_attention`` of tokens whose keys and values are in the blocks.
 
-    Arguments as there; each token sees all before it, none is behind ``max_length``.
+    Arguments as there; each token sees all before it, none is beyond ``max_length``.
     """
-    pages = places.pages
+    pages = index.pages
     keys, values = (buffer.transpose(1, 2) for buffer in buffers)
     attended: Tensor = importlib.import_module(MODULE).flash_attn_with_kvcache(
         query,

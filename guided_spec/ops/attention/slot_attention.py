@@ -1,10 +1,9 @@
 """Attention of new tokens over texts that are kept in blocks of one key and value buffer.
 
-The tokens of a step stand in one line, each row's own behind one another, so that rows of any
-lengths share a forward without padding: drafts, forced spans and pieces of prompts. Each writes its
-key and value where it belongs and attends over its own slot, whose blocks a table lists. What
-happens on CUDA depends on tensors of the device only, never on integers of the host: it can be
-captured in a CUDA graph.
+The tokens of a step are one flat sequence, row after row, so that rows of any lengths share a
+forward without padding: drafts, forced spans and pieces of prompts. Each writes its key and value
+into its slot and attends over that slot, whose blocks a table lists. On CUDA everything depends on
+device tensors only, never on integers of the host: it can be captured in a CUDA graph.
 
 Blocks and tables are those of Kwon et al., "Efficient memory management for large language model
 serving with PagedAttention" (2023). The torch code here is the definition; on CUDA,
@@ -45,7 +44,7 @@ class SharedPositions(NamedTuple):
     tokens: int64 [2, N]: the tokens of the line in the order of their groups, those of none last;
         and where each token stands in that order. All tokens of a row are in one group.
     groups: int64 [3, G]: of each group a slot that has the blocks, the positions that all of its
-        slots have in the same whole blocks, none behind a token of the group, and where it ends in
+        slots have in the same whole blocks, none after a token of the group, and where it ends in
         that order. An unused group ends where the one before it does.
 
     Changes no result beyond rounding ("cascade inference" in FlashInfer, arXiv:2501.01005; Juravsky
@@ -57,7 +56,7 @@ class SharedPositions(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SlotPlaces:
+class SlotIndex:
     """Where the tokens of a forward belong.
 
     tokens: int64 [2, N]: the slot of each token, -1 for an unused one, and its position there.
@@ -65,13 +64,13 @@ class SlotPlaces:
         the line of tokens; it begins where the row before it ends. A row without tokens is unused,
         and ends where the one before it does.
     tables: int32 [num_slots, P]: which block holds the positions p * block to (p + 1) * block - 1
-        of a slot. The position ``max_length`` takes what is written behind the others, and needs a
+        of a slot. The position ``max_length`` takes what is written beyond the others, and needs a
         block too; several slots may have the same one for it.
     max_length: positions of a slot.
     width, view: about how many tokens a row has, and how many positions it will have at most: how
         CUDA kernels divide the work. They change no result. None: as many as there can be.
-    shared: where texts begin alike; None: each is read by itself.
-    fits: whether it is known that no token goes behind ``max_length``.
+    shared: which texts share a prefix; None: each is read by itself.
+    fits: whether it is known that no token goes beyond ``max_length``.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
@@ -103,10 +102,10 @@ class SlotPlaces:
         """Where the tokens' keys and values go, in blocks of so many positions."""
         if block not in self._stored:
             slots, positions = self.tokens
-            # An unused token goes behind the positions: leaving it out would wait for the device.
-            places = positions.clamp_max(self.max_length).where(slots >= 0, self.max_length)
-            found = self.tables[slots.clamp_min(0), places // block].long()
-            self._stored[block] = StoredAt(found, places % block)
+            # An unused token goes after the positions: leaving it out would wait for the device.
+            stored_at = positions.clamp_max(self.max_length).where(slots >= 0, self.max_length)
+            found = self.tables[slots.clamp_min(0), stored_at // block].long()
+            self._stored[block] = StoredAt(found, stored_at % block)
         return self._stored[block]
 
     @cached_property
@@ -144,7 +143,7 @@ class SlotPlaces:
 
 
 class StoredAt(NamedTuple):
-    """int64 [N] each: of every token the block, and the place in it."""
+    """int64 [N] each: of every token the block, and the offset in it."""
 
     blocks: Tensor
     within: Tensor
@@ -167,8 +166,8 @@ class SeenRow(NamedTuple):
 
     tokens: which of the line they are. positions: of the slot, that any of them sees.
     blocks: int64 [n], which hold those. visible: see ``_visible``.
-    first: the first of the blocks where they follow one another in the buffer and the positions
-        begin with one, else None.
+    first: the first of the blocks where they are contiguous in the buffer and the positions begin
+        with one, else None.
     """
 
     tokens: slice
@@ -182,7 +181,7 @@ class QkvShape(NamedTuple):
     """How the heads lie in a packed projection: queries, then keys, then values.
 
     queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
-    has_gates: whether a gate of so many numbers lies behind each query, as of Qwen3-Next.
+    has_gates: whether a gate of so many numbers lies after each query, as of Qwen3-Next.
     """
 
     queries: int
@@ -212,7 +211,7 @@ class HeadNorms(NamedTuple):
 class Rotation(NamedTuple):
     """The rotary embedding of positions 0 to P - 1: [P, R] each, both halves of a row equal.
 
-    R: even, up to D; the numbers of a head behind the first R are not rotated. Rows contiguous; in
+    R: even, up to D; the numbers of a head after the first R are not rotated. Rows contiguous; in
     the dtype of the model. Positions beyond are embedded like the last one.
     """
 
@@ -224,7 +223,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
     *,
     scale: float,
     window: int | None = None,
@@ -234,7 +233,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     query: [N, Hq, D] float32, bfloat16 or float16, D up to 256. new: [N, Hkv, D] each, in the dtype
         of the buffers; None where they are in the blocks already (``store_keys_values``). Hq is a
-        multiple of Hkv. buffers: the layer's; written to. places: see ``SlotPlaces``. All on one
+        multiple of Hkv. buffers: the layer's; written to. index: see ``SlotIndex``. All on one
         device.
     scale: positive, multiplies the scores. window: how many positions a token sees, itself
         included; None: all.
@@ -244,7 +243,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, behind p - window; zeros come out where it sees none. An unused token writes nothing
+    a window, after p - window; zeros come out where it sees none. An unused token writes nothing
     that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
@@ -255,17 +254,17 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     if query.is_cuda and has_triton():
         attend = kernels_of(__name__).slot_attention
         attended: Tensor = attend(
-            *(query, new, buffers, places), scale=scale, window=window, sinks=sinks
+            *(query, new, buffers, index), scale=scale, window=window, sinks=sinks
         )
         return attended
     if new is not None:
-        store_keys_values(new, buffers, places)
-    return _attend(query, buffers, places, scale, window, sinks)
+        store_keys_values(new, buffers, index)
+    return _attend(query, buffers, index, scale, window, sinks)
 
 
-def store_keys_values(new: KeyValues, buffers: KeyValues, places: SlotPlaces) -> None:
+def store_keys_values(new: KeyValues, buffers: KeyValues, index: SlotIndex) -> None:
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
-    blocks, within = places.stored(buffers.keys.shape[2])
+    blocks, within = index.stored(buffers.keys.shape[2])
     for states, buffer in zip(new, buffers, strict=True):
         buffer[blocks, :, within] = states.to(buffer.dtype)
 
@@ -286,7 +285,9 @@ def _check(
         if states is not None and states.shape != shape:
             raise ConfigError("new", tuple(states.shape), f"must be {shape}")
         if buffer.shape != buffers.keys.shape or not buffer.is_contiguous():
-            raise ConfigError("buffers", tuple(buffer.shape), "must be alike and contiguous")
+            raise ConfigError(
+                "buffers", tuple(buffer.shape), "must have equal shapes and be contiguous"
+            )
     if window is not None and window < 1:
         raise ConfigError("window", window, "must be at least 1, or None")
     if sinks is not None and sinks.shape != query.shape[1:2]:
@@ -296,17 +297,17 @@ def _check(
 def _attend(
     query: Tensor,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
     scale: float,
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    for row in places.seen(buffers.keys.shape[2], window or 0):
+    for row in index.seen(buffers.keys.shape[2], window or 0):
         asked, heads = query[row.tokens].float(), buffers.keys.shape[1]
         is_short = asked.shape[0] * asked.shape[1] <= MOST_IN_PLACE * heads
         if is_short and row.first is not None and sinks is None:
-            found = _attend_in_place(asked, buffers, row, scale)
+            found = _attend_contiguous(asked, buffers, row, scale)
         else:
             found = _attend_row(asked, buffers, row, scale, sinks)
         if row.visible is not None:
@@ -346,11 +347,11 @@ def _attend_row(
     return found[0].transpose(0, 1)
 
 
-def _attend_in_place(query: Tensor, buffers: KeyValues, row: SeenRow, scale: float) -> Tensor:
+def _attend_contiguous(query: Tensor, buffers: KeyValues, row: SeenRow, scale: float) -> Tensor:
     """``_attend_row`` over blocks where they lie, as one matrix product each."""
     assert row.first is not None
     count, (_, heads, block, size) = len(query), buffers.keys.shape
-    # What is behind the last position may be anything: its block is read by itself, up to there.
+    # Anything may be stored after the last position: its block is read by itself, up to there.
     num_whole, rest = divmod(len(row.positions), block)
     last = row.first + num_whole
     wholes = [buffer[row.first : last].float() for buffer in buffers]

@@ -27,17 +27,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
-# The positions of a pass: all that a row sees, those behind what its group shares, or these.
-WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
-# Parts of what is shared, and of what is behind it.
-SHARED_SPLITS, BEHIND_SPLITS = 16, 2
+# The positions of a pass: all that a row sees, those after what its group shares, or these.
+WHOLE_TEXT, AFTER_SHARED, SHARED = 0, 1, 2
+# Parts of what is shared, and of what comes after it.
+SHARED_SPLITS, AFTER_SPLITS = 16, 2
 FEW_SPLITS = 16  # up to which one warp combines the parts
 LEAST_LINES = 32  # rows that one warp looks through at once
 # Queries of a program: from so many on it reads whole tiles; and where each multiprocessor has two.
@@ -103,7 +103,7 @@ class Parts(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def room(cls, query: Tensor, tiles: int, num_kv_heads: int, tile: Tiling) -> Parts:
+    def allocate(cls, query: Tensor, tiles: int, num_kv_heads: int, tile: Tiling) -> Parts:
         """Memory for a pass of so many tiles of queries."""
         shape = (tiles * num_kv_heads, tile.splits, tile.rows)
         partial = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
@@ -114,7 +114,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
-    places: SlotPlaces,
+    index: SlotIndex,
     *,
     scale: float,
     window: int | None = None,
@@ -124,26 +124,26 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device. With a
     window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
-    if is_plain and serves(query, buffers, places):
-        return flash_attention(query, buffers, places, scale=scale)
+    if is_plain and serves(query, buffers, index):
+        return flash_attention(query, buffers, index, scale=scale)
     keys, values = buffers
-    tables, max_length = places.tables, places.max_length
-    width = len(query) if places.width is None else places.width
-    view = max_length if places.view is None else places.view
+    tables, max_length = index.tables, index.max_length
+    width = len(query) if index.width is None else index.width
+    view = max_length if index.view is None else index.view
     window = window or 0
     count, heads, size = query.shape
     output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, tokens = _with_rows(query.to(keys.dtype)), places.tokens.contiguous()
-    rows = places.rows.contiguous()
+    query, tokens = _with_rows(query.to(keys.dtype)), index.tokens.contiguous()
+    rows = index.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
     tile = choose_tiling(query, num_kv_heads, width, view, window) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
     memory = (tables, tables.stride(0), max_length, block)
     fixed = (num_kv_heads, group, size, padded)
-    shared_by = None if window else places.shared
+    shared_by = None if window else index.shared
     order, groups = shared_by or (rows, rows)
     lines = 0 if shared_by is None else _lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
@@ -152,7 +152,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     def attend(of: Tensor, how: Tiling, stage: int) -> Parts | None:
         """One pass over the rows or groups ``of``; None where it wrote the output itself."""
         tiles, is_whole = count * group // how.rows + of.shape[1], stage == 0 and how.splits == 1
-        parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
+        parts = None if is_whole else Parts.allocate(query, tiles, num_kv_heads, how)
         tiled = _tiles(keys, values, how, window)
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
@@ -174,11 +174,11 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
             )
         whole, alike = tile, None
         if lines and tiling is None:
-            tile = tile._replace(splits=BEHIND_SPLITS)
+            tile = tile._replace(splits=AFTER_SPLITS)
             whole = _tile(query, WHOLE_FROM)._replace(splits=SHARED_SPLITS)
         if lines:
             alike = attend(shared[1], whole, SHARED)
-        own = attend(rows, tile, BEHIND if lines else WHOLE_TEXT)
+        own = attend(rows, tile, AFTER_SHARED if lines else WHOLE_TEXT)
         if own is not None:
             parts = FEW_SPLITS if tile.splits <= FEW_SPLITS else max(tile.splits, MAX_SPLITS)
             of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
@@ -247,12 +247,12 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     slot = tl.load(tokens + token, mask=token < count, other=-1)
-    place = tl.load(tokens + count + token, mask=slot >= 0, other=0)
-    place = tl.minimum(place, max_length)
-    found = tl.load(tables + slot * table_row + place // POSITIONS, mask=slot >= 0, other=0)
+    position = tl.load(tokens + count + token, mask=slot >= 0, other=0)
+    position = tl.minimum(position, max_length)
+    found = tl.load(tables + slot * table_row + position // POSITIONS, mask=slot >= 0, other=0)
     column = tl.arange(0, PADDED)
     mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
-    target = (found.to(tl.int64) * tl.num_programs(1) + head) * POSITIONS + place % POSITIONS
+    target = (found.to(tl.int64) * tl.num_programs(1) + head) * POSITIONS + position % POSITIONS
     target = target[:, None] * WIDTH + column[None, :]
     source = token * key_token + head * key_head
     states = tl.load(key + source[:, None] + column[None, :], mask=mask)
@@ -275,13 +275,13 @@ def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _group_of(token, order, groups, count, num_groups, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token's place in the order of the groups, its group, and what that shares; 0 for none."""
-    place = tl.load(order + count + token)
+    """A token's rank in the order of the groups, its group, and what that shares; 0 for none."""
+    rank = tl.load(order + count + token)
     line = tl.arange(0, GROUPS)
     ends = tl.load(groups + 2 * num_groups + line, mask=line < num_groups, other=0)
-    index = tl.sum(((ends <= place) & (line < num_groups)).to(tl.int32), 0)
+    index = tl.sum(((ends <= rank) & (line < num_groups)).to(tl.int32), 0)
     length = tl.load(groups + num_groups + index, mask=index < num_groups, other=0)
-    return place.to(tl.int32), index, length.to(tl.int32)
+    return rank.to(tl.int32), index, length.to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -323,26 +323,26 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _places(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
     table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
     if POSITIONS % BLOCK == 0:  # they lie in one block
         found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
-        place = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
+        offset = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
     else:
         found = tl.load(table + at // POSITIONS, mask=known, other=0).to(tl.int64)
-        place = (found * HEADS + head) * POSITIONS + at % POSITIONS
-    return place
+        offset = (found * HEADS + head) * POSITIONS + at % POSITIONS
+    return offset
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _visible(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which of the positions ``stored`` each query sees from its own: [ROWS, BLOCK]."""
-    behind = position[:, None] - stored[None, :]  # how far behind the query it is
-    visible = (behind >= 0) & is_there[None, :]
+    distance = position[:, None] - stored[None, :]  # from the key to the query
+    visible = (distance >= 0) & is_there[None, :]
     if WINDOW > 0:
-        visible = visible & (behind < WINDOW)
+        visible = visible & (distance < WINDOW)
     return visible
 
 
@@ -395,7 +395,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
         low = start * 0
         if STAGE == 1:
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
-        limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
+        limit = start if STAGE == 2 else max_length  # a group's tokens are after what it shares
         low, end, share = _span(
             low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
         )
@@ -418,13 +418,13 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             whole = low + tl.maximum(whole - low, 0) // BLOCK * BLOCK
             for first in range(low, whole, BLOCK):
                 found = tl.load(table + first // POSITIONS) * HEADS + tl.program_id(1)
-                place = found * POSITIONS + first % POSITIONS
-                tiled = key_tiles.load([place, 0])
+                offset = found * POSITIONS + first % POSITIONS
+                tiled = key_tiles.load([offset, 0])
                 scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee")
                 higher = tl.maximum(top, tl.max(scores, 1) * scale)
                 probs, fade = tl.exp2(scores * scale - higher[:, None]), tl.exp2(top - higher)
                 total = total * fade + tl.sum(probs, 1)
-                tiled = value_tiles.load([place, 0])
+                tiled = value_tiles.load([offset, 0])
                 probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
                 gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
                 top = higher
@@ -434,9 +434,9 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             there = is_there[:, None]
             if WIDTH != PADDED:
                 there = there & within[None, :]
-            place = _places(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
-            place = (place * WIDTH)[:, None] + column
-            tiled = tl.load(keys + place, mask=there, other=0.0)
+            offset = _offsets(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
+            offset = (offset * WIDTH)[:, None] + column
+            tiled = tl.load(keys + offset, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
             visible = _visible(start + token, stored, is_there, WINDOW)
             scores = tl.where(visible, scores, -1e30)
@@ -444,7 +444,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
             fade = tl.exp2(top - higher)
             total = total * fade + tl.sum(probs, 1)
-            tiled = tl.load(values + place, mask=there, other=0.0)
+            tiled = tl.load(values + offset, mask=there, other=0.0)
             probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
             gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
             top = higher
@@ -528,7 +528,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     _, start, first_token, num_tokens = _row(row, rows, num_rows)
     low = start * 0
     if GROUPS > 0:
-        place, index, low = _group_of(line_of, order, groups, count, num_groups, GROUPS)
+        rank, index, low = _group_of(line_of, order, groups, count, num_groups, GROUPS)
         length = tl.where(num_tokens > 0, low, 0)
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
@@ -544,7 +544,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     highest = tl.max(logs, 0)
     if GROUPS > 0:
         first = tl.load(groups + 2 * num_groups + index - 1, mask=index > 0, other=0).to(tl.int32)
-        member = (place - first) * GROUP + head % GROUP
+        member = (rank - first) * GROUP + head % GROUP
         tile = member // SHARED_ROWS
         share = tl.cdiv(tl.cdiv(length, SHARED_BLOCK), SHARED_SPLITS) * SHARED_BLOCK
         seen = tl.arange(0, SHARED_SPLITS) * share < length

@@ -23,7 +23,7 @@ from guided_spec.ops.linear.fp8_linear import can_read_fp8
 
 
 class Routes(NamedTuple):
-    """experts: int64 [N, K], the largest first, and behind them one that all tokens take, if any.
+    """experts: int64 [N, K], the largest first, then one that all tokens take, if any.
 
     shares: float32 [N, K], the weights of them.
     """
@@ -86,7 +86,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
 
     logits: [N, E]. The shares are the softmax of the logits, in float32, over all experts; or, if
     is_normalized, over those that were chosen. Of equal logits any may be chosen.
-    has_shared: logits are [N, E + 1], and K is count + 1: every token takes expert E behind the
+    has_shared: logits are [N, E + 1], and K is count + 1: every token takes expert E after the
     others, by the sigmoid of its logit, as of Qwen3-Next.
 
     Raises ConfigError for a count of none, or more than there are.
@@ -111,7 +111,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
 def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
     """[N, K, O / 2]: gate and up of each token's experts, made one.
 
-    x: [N, I]. experts: int64 [N, K]. opening: [E, O, I]. Sums in float32, rounded once, behind the
+    x: [N, I]. experts: int64 [N, K]. opening: [E, O, I]. Sums in float32, rounded once, after the
     activation.
 
     Raises ConfigError for shapes that do not fit.
@@ -173,7 +173,7 @@ def _check(x: Tensor, experts: Tensor, weight: Tensor) -> None:
 def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[S, O]: row s of the result is weight[experts[s]] times its row of x, plus the bias.
 
-    x: [N, I], of which each row serves S / N pairs behind one another. experts: integers [S] in
+    x: [N, I], of which each row serves S / N consecutive pairs. experts: integers [S] in
     [0, E). weight: [E, O, I] with any strides, bias: [E, O], of the dtype of ``x``; all on one
     device. Sums in float32, rounded once. Never waits for the device.
 

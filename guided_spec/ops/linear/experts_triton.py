@@ -79,12 +79,12 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     columns = _columns(opening, OPENING_BYTES)
     weight, bias = opening.weight, opening.weight if opening.bias is None else opening.bias
     limit = 0.0 if gating.limit is None else gating.limit
-    step, behind = (2, 1) if gating.is_interleaved else (1, width)
+    step, up_offset = (2, 1) if gating.is_interleaved else (1, width)
     if opened.numel() > 0:
         with torch.cuda.device_of(x):
             launch(_open, (experts.numel(), triton.cdiv(width, ROWS)), x)(
                 *(x.contiguous(), experts.contiguous(), weight, bias, opened, experts.shape[1]),
-                *(outputs, width, step, behind, gating.alpha, limit, *_scales(opening)),
+                *(outputs, width, step, up_offset, gating.alpha, limit, *_scales(opening)),
                 *(*_shared(opening), inputs, opening.shared is not None),
                 *(opening.bias is not None, gating.limit is not None, _scaling(opening)),
                 *(ROWS, columns, STAGES),
@@ -145,10 +145,10 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
         logit = tl.load(logits + num_experts).to(tl.float32)
         chosen = tl.where(number == COUNT, num_experts, chosen)
         weights = tl.where(number == COUNT, tl.div_rn(1.0, 1.0 + tl.exp(-logit)), weights)
-    place = token * (COUNT + HAS_SHARED) + number
+    target = token * (COUNT + HAS_SHARED) + number
     is_there = number < COUNT + HAS_SHARED
-    tl.store(experts + place, chosen.to(tl.int64), mask=is_there)
-    tl.store(shares + place, weights, mask=is_there)
+    tl.store(experts + target, chosen.to(tl.int64), mask=is_there)
+    tl.store(shares + target, weights, mask=is_there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -162,7 +162,7 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     outputs,
     width,
     step,
-    behind,
+    up_offset,
     alpha,
     limit,
     scales,
@@ -189,7 +189,7 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     expert = tl.load(experts + pair)
     output = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_there = output < width
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     gate_row = tl.minimum(output, width - 1) * step
     weight += expert * outputs * INPUTS
     scales += expert * scale_rows * scale_columns
@@ -197,10 +197,10 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
         weight = tl.where(expert == num_experts, shared, weight)
         scales = tl.where(expert == num_experts, shared_scales, scales)
     first_gate = weight + gate_row[:, None] * INPUTS
-    first_up = first_gate + behind * INPUTS
+    first_up = first_gate + up_offset * INPUTS
     first_row = tl.program_id(1) * ROWS * step
     gate_scale = scales + first_row // block_rows * scale_columns
-    up_scale = scales + (first_row + behind) // block_rows * scale_columns
+    up_scale = scales + (first_row + up_offset) // block_rows * scale_columns
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, INPUTS, COLUMNS, num_stages=STAGES):
@@ -220,11 +220,11 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALING == 2:  # by outputs
         gate_sum *= tl.load(scales + gate_row)
-        up_sum *= tl.load(scales + gate_row + behind)
+        up_sum *= tl.load(scales + gate_row + up_offset)
     if HAS_BIAS:
-        place = bias + expert * outputs + gate_row
-        gate_sum += tl.load(place).to(tl.float32)
-        up_sum += tl.load(place + behind).to(tl.float32)
+        address = bias + expert * outputs + gate_row
+        gate_sum += tl.load(address).to(tl.float32)
+        up_sum += tl.load(address + up_offset).to(tl.float32)
     if HAS_LIMIT:
         gate_sum = tl.minimum(gate_sum, limit)
         up_sum = tl.minimum(tl.maximum(up_sum, -limit), limit) + 1.0
@@ -280,8 +280,8 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
         if HAS_SHARED:
             matrix = tl.where(expert == num_experts, shared, matrix)
             factor = tl.where(expert == num_experts, shared_scales, factor)
-        place = matrix + row[:, None] * INPUTS + at[None, :]
-        read = tl.load(place, mask=(at < INPUTS)[None, :], other=0.0)
+        address = matrix + row[:, None] * INPUTS + at[None, :]
+        read = tl.load(address, mask=(at < INPUTS)[None, :], other=0.0)
         factors = states.to(tl.float32) * share
         wide = read.to(tl.float32)
         if SCALING == 1:
@@ -295,13 +295,13 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
     if HAS_BIAS:
         for number in range(COUNT):
             pair = token * COUNT + number
-            place = bias + tl.load(experts + pair) * outputs + row
-            result += tl.load(place).to(tl.float32) * tl.load(shares + pair)
+            address = bias + tl.load(experts + pair) * outputs + row
+            result += tl.load(address).to(tl.float32) * tl.load(shares + pair)
     target = total + token * outputs + output
     tl.store(target, result.to(total.dtype.element_ty), mask=is_there)
 
 
-# Outputs and inputs of a tile: wide where the weights lie behind one another in memory.
+# Outputs and inputs of a tile: wide where the weights are contiguous in memory.
 INPUTS_FIRST = (16, 512)
 OUTPUTS_FIRST = (64, 64)
 

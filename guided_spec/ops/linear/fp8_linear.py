@@ -53,7 +53,7 @@ class Fp8Weight(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Fp8Weight], values: Tensor) -> Fp8Weight:
-        """Several maps of the same inputs behind one another, each number with its own factor.
+        """Several maps of the same inputs, concatenated, each number with its own factor.
 
         parts: whose blocks are equally wide. values: theirs, one tensor. Where a part ends within a
         block, every output gets factors of its own.

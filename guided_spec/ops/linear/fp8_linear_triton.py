@@ -19,7 +19,7 @@ from torch.nn import functional
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
 
-MOST_TOKENS = 256  # behind which a product takes longer than multiplying its weight out
+MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 FEWEST_STEPS = 4  # of a slice
 WIDEST_STEP = 128
@@ -62,7 +62,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 
 def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """See ``guided_spec.ops.linear.fp8_linear.multiply_out``."""
+    """The whole matrix [O, I] in ``dtype``; see ``fp8_linear.multiply_out``."""
     outputs, inputs = weight.values.shape
     whole = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
     tile, width = (32, WIDEST_STEP), weight.block[1]
@@ -132,7 +132,7 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_token, is_written = token < count, (output < outputs)[:, None] & (token < count)[None, :]
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     there = tl.minimum(output, outputs - 1)
     row = values + there.to(tl.int64)[:, None] * inputs
     state = x + token.to(tl.int64)[None, :] * inputs
@@ -152,10 +152,10 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
             )
         found = tl.dot(weight.to(states.dtype), states, input_precision="ieee")
         total += found * tl.load(scale_row + begin // block_columns)[:, None]
-    place = token.to(tl.int64)[None, :] * outputs + output[:, None]
+    element = token.to(tl.int64)[None, :] * outputs + output[:, None]
     if IS_SLICED:
         whole = count.to(tl.int64) * outputs
-        tl.store(parts + tl.program_id(2) * whole + place, total, mask=is_written)
+        tl.store(parts + tl.program_id(2) * whole + element, total, mask=is_written)
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(arrived + number, 1, sem="acq_rel") < tl.num_programs(2) - 1:
             return
@@ -164,11 +164,11 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
         total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
         for part in range(tl.num_programs(2)):
             total += tl.load(
-                parts + part * whole + place, mask=is_written, other=0.0, cache_modifier=".cg"
+                parts + part * whole + element, mask=is_written, other=0.0, cache_modifier=".cg"
             )
     if HAS_BIAS:
         total += tl.load(bias + there).to(tl.float32)[:, None]
-    tl.store(product + place, total.to(product.dtype.element_ty), mask=is_written)
+    tl.store(product + element, total.to(product.dtype.element_ty), mask=is_written)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -192,12 +192,12 @@ def _multiply_out(  # type: ignore[no-untyped-def] # noqa: PLR0913
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = (row < outputs)[:, None] & (column < inputs)[None, :]
     row = tl.minimum(row, outputs - 1)
-    place = row.to(tl.int64)[:, None] * inputs + column[None, :]
+    element = row.to(tl.int64)[:, None] * inputs + column[None, :]
     scale_row = scales + (row // block_rows) * scale_columns
     if IS_ONE:
         scale = tl.load(scale_row + tl.program_id(1) * COLUMNS // block_columns)[:, None]
     else:
         block = (column // block_columns)[None, :]
         scale = tl.load(scale_row[:, None] + block, mask=is_there, other=0.0)
-    found = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32) * scale
-    tl.store(whole + place, found.to(whole.dtype.element_ty), mask=is_there)
+    found = tl.load(values + element, mask=is_there, other=0.0).to(tl.float32) * scale
+    tl.store(whole + element, found.to(whole.dtype.element_ty), mask=is_there)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from guided_spec.ops.kernels import has_triton, kernels_of
 
-MOST_TOKENS = 16  # behind which a library is as fast
+MOST_TOKENS = 16  # above which a library is as fast
 FEWEST_OUTPUTS = 1024  # of several tokens: there are too few tiles below
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -38,4 +38,4 @@ def _is_served(x: Tensor, weight: Tensor) -> bool:
         return False
     if count == 1 or not has_triton():
         return has_triton()
-    return len(weight) >= FEWEST_OUTPUTS and bool(kernels_of(__name__).has_room(x.get_device()))
+    return len(weight) >= FEWEST_OUTPUTS and bool(kernels_of(__name__).has_capacity(x.get_device()))

@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def has_room(device: int) -> bool:
+def has_capacity(device: int) -> bool:
     """Whether a tile of several tokens fits into a multiprocessor of this CUDA device."""
     found: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return found >= TILE_BYTES
@@ -65,11 +65,11 @@ def _columns(inputs: int) -> int:
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(place, at, inputs, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers behind ``place``; ``at``: their inputs, in the form of ``place``."""
+def _read(address, at, inputs, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers at ``address``; ``at``: their inputs, in the shape of ``address``."""
     if IS_EVEN:
-        return tl.load(place)
-    return tl.load(place, mask=at < inputs, other=0.0)
+        return tl.load(address)
+    return tl.load(address, mask=at < inputs, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,15 +88,15 @@ def _one(  # type: ignore[no-untyped-def] # noqa: PLR0913
 ):
     """ROWS outputs of one token."""
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # What is behind the last output reads the last one's, and is not written.
+    # Columns after the last output read the last one's, and are not written.
     row = tl.minimum(output, outputs - 1)
     at = tl.arange(0, COLUMNS)
-    place = weight + row.to(tl.int64)[:, None] * inputs + at[None, :]
-    read = _read(place, at[None, :], inputs, IS_EVEN)
+    address = weight + row.to(tl.int64)[:, None] * inputs + at[None, :]
+    read = _read(address, at[None, :], inputs, IS_EVEN)
     await_previous(IS_DEPENDENT)
     products = read.to(tl.float32) * _read(x + at, at, inputs, IS_EVEN).to(tl.float32)[None, :]
     for first in tl.range(COLUMNS, inputs, COLUMNS, num_stages=3):
-        read = _read(place + first, at[None, :] + first, inputs, IS_EVEN)
+        read = _read(address + first, at[None, :] + first, inputs, IS_EVEN)
         states = _read(x + first + at, at + first, inputs, IS_EVEN)
         products += read.to(tl.float32) * states.to(tl.float32)[None, :]
     result = tl.sum(products, 1)
@@ -126,12 +126,12 @@ def _few(  # type: ignore[no-untyped-def] # noqa: PLR0913
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(output, outputs - 1)
     at, token = tl.arange(0, COLUMNS), tl.arange(0, TOKENS)
-    place = weight + row.to(tl.int64)[:, None] * inputs + at[None, :]
+    address = weight + row.to(tl.int64)[:, None] * inputs + at[None, :]
     state = x + tl.minimum(token, count - 1)[None, :] * inputs + at[:, None]
     await_previous(IS_DEPENDENT)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
-        read = _read(place + first, at[None, :] + first, inputs, IS_EVEN)
+        read = _read(address + first, at[None, :] + first, inputs, IS_EVEN)
         states = _read(state + first, at[:, None] + first, inputs, IS_EVEN)
         total = tl.dot(read, states, total, input_precision="ieee")
     if HAS_BIAS:

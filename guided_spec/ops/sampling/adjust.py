@@ -2,7 +2,7 @@
 
 Order: (grammar mask, applied before) -> logit_bias, bad_words, allowed_token_ids, min_tokens ->
 repetition, frequency and presence penalties. Each keeps -inf at -inf and looks at one token alone,
-so the mask may as well follow.
+so the mask may as well be applied last.
 
 What the requests of a batch ask for is one table, which depends on them alone and not on their
 texts: it is made once for as long as they run together.
@@ -106,10 +106,10 @@ class TokenRules:
 
 
 class Bans(NamedTuple):
-    """M tokens that are forbidden, each to one request, behind a prefix or up to a length.
+    """M tokens that are forbidden, each to one request, after a prefix or up to a length.
 
     owners: int64 [M] rows of the table. tokens: int64 [M].
-    prefixes: int64 [M, P], right-aligned behind ``ANY``: what the text has to end with.
+    prefixes: int64 [M, P], right-aligned after ``ANY``: what the text has to end with.
     until: int64 [M] output tokens from which on the ban is lifted.
     """
 
@@ -232,7 +232,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 def spell_bad_words(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     """Every token sequence that ``params.bad_words`` stand for, each once.
 
-    A str gives its tokens as they are at the start of a text and behind a space; a spelling with a
+    A str gives its tokens as they are at the start of a text and after a space; a spelling with a
     token that the model cannot write is left out. Raises ConfigError for a str without any tokens.
     """
     spelled: dict[tuple[int, ...], None] = {}
@@ -264,11 +264,11 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """The rules of a batch at one place in the requests' texts.
+    """The rules of a batch at one position in the requests' texts.
 
     table: the rules of U of the B requests. Everything else has a row for each of these.
     num_output: int64 [U] tokens of output so far.
-    tails: int64 [U, P] the last tokens of prompt and output, right-aligned behind ``NO_TOKEN``.
+    tails: int64 [U, P] the last tokens of prompt and output, right-aligned after ``NO_TOKEN``.
     in_prompt: bool [U, V], counts: float32 [U, V]: which tokens stand in the prompt, and how often
         each stands in the output; None without penalties.
     """
@@ -344,8 +344,8 @@ class Adjustments:
         """Scores [U, R, V] without the tokens that complete a ban's prefix; rows: int64 [U, R]."""
         depth = self.tails.shape[1]
         texts = torch.cat([self.tails, drafted], 1)
-        places = rows.unsqueeze(-1) + torch.arange(depth, device=rows.device)
-        windows = texts.gather(1, places.flatten(1)).view(places.shape)  # [U, R, P]
+        steps = rows.unsqueeze(-1) + torch.arange(depth, device=rows.device)
+        windows = texts.gather(1, steps.flatten(1)).view(steps.shape)  # [U, R, P]
         prefixes = bans.prefixes.unsqueeze(1)
         applies = ((windows[bans.owners] == prefixes) | (prefixes == ANY)).all(-1)
         lengths = self.num_output.unsqueeze(1) + rows

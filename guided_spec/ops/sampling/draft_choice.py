@@ -52,7 +52,7 @@ def choose_draft_reference(
     sampling: Sampling,
     noise: DraftNoise | None,
 ) -> DraftChoice:
-    """``choose_draft`` in torch, on any device: the definition that the kernels follow."""
+    """``choose_draft`` in torch, on any device: the definition that the kernels implement."""
     is_reduced = target_ids is not None
     legal = bitmask
     if bitmask is not None and target_ids is not None:

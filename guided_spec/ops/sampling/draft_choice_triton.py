@@ -35,7 +35,7 @@ def choose_draft(
     is_greedy, is_reduced = noise is None or sampling.all_greedy, target_ids is not None
     chunks = triton.cdiv(columns, WORDS * 32)
     numbers = torch.empty(batch, 3, chunks, device=device)
-    places = torch.empty(batch, 3, chunks, dtype=torch.int32, device=device)
+    indices = torch.empty(batch, 3, chunks, dtype=torch.int32, device=device)
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
     probs = None if is_greedy else torch.empty(batch, columns, device=device)
     starved = torch.empty(batch, dtype=torch.bool, device=device) if is_reduced else None
@@ -43,22 +43,22 @@ def choose_draft(
     x = logits if logits.stride(1) == 1 else logits.contiguous()
     mask = bitmask if bitmask is None or bitmask.stride(1) == 1 else bitmask.contiguous()
     # An argument that a kernel leaves alone is any tensor: a pointer has to have a type.
-    masked = (x, x.stride(0), places, 0, 0) if mask is None else (
+    masked = (x, x.stride(0), indices, 0, 0) if mask is None else (
         x, x.stride(0), mask, mask.stride(0), mask.shape[1]
     )  # fmt: skip
-    ids = places if target_ids is None else target_ids.contiguous()
+    ids = indices if target_ids is None else target_ids.contiguous()
     temperature = numbers if is_greedy else sampling.temperature.contiguous()
-    keys = noise or DraftNoise(places, places, Stream.DRAFT, 0)
+    keys = noise or DraftNoise(indices, indices, Stream.DRAFT, 0)
     shape = {"words": WORDS, "has_mask": mask is not None, "is_reduced": is_reduced}
     options = {**shape, "is_greedy": is_greedy, "num_warps": WARPS}
     launch(_scan, (batch, chunks))(
         *masked, ids, columns, temperature, keys.seeds.contiguous(), keys.positions.contiguous(),
-        int(keys.stream), numbers, places, **options,
+        int(keys.stream), numbers, indices, **options,
     )  # fmt: skip
-    launch(_settle, (batch, 1 if is_greedy else chunks))(
-        *masked, ids, columns, temperature, numbers, places, chunks, tokens,
-        numbers if probs is None else probs, places if starved is None else starved,
-        places if rescued is None else rescued,
+    launch(_combine, (batch, 1 if is_greedy else chunks))(
+        *masked, ids, columns, temperature, numbers, indices, chunks, tokens,
+        numbers if probs is None else probs, indices if starved is None else starved,
+        indices if rescued is None else rescued,
         span=triton.next_power_of_2(chunks), **options,
     )  # fmt: skip
     return DraftChoice(tokens, probs, starved, rescued)
@@ -68,7 +68,7 @@ def choose_draft(
 @triton.jit  # type: ignore[untyped-decorator]
 def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits, row_stride, bitmask, mask_stride, num_words, target_ids, columns, temperatures,
-    seeds, positions, stream, numbers, places,
+    seeds, positions, stream, numbers, indices,
     words: tl.constexpr, has_mask: tl.constexpr, is_reduced: tl.constexpr, is_greedy: tl.constexpr,
 ):  # fmt: skip
     """What one chunk of one row holds."""
@@ -84,8 +84,8 @@ def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     first = tl.min(tl.min(tl.where(score == peak, column, columns), 1), 0)
     at = row * 3 * chunks + chunk
     tl.store(numbers + at, peak)
-    tl.store(places + at, tl.max(tl.max(state, 1), 0))
-    tl.store(places + at + chunks, first)
+    tl.store(indices + at, tl.max(tl.max(state, 1), 0))
+    tl.store(indices + at + chunks, first)
     if not is_greedy:
         temperature = tl.load(temperatures + row)
         if (temperature > 0) & (peak > float("-inf")):
@@ -97,17 +97,17 @@ def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             winner = tl.min(tl.min(tl.where(key == best, column, columns), 1), 0)
             tl.store(numbers + at + chunks, tl.sum(tl.sum(weight, 1), 0))
             tl.store(numbers + at + 2 * chunks, best)
-            tl.store(places + at + 2 * chunks, winner)
+            tl.store(indices + at + 2 * chunks, winner)
         else:  # nobody races here
             tl.store(numbers + at + chunks, 0.0)
             tl.store(numbers + at + 2 * chunks, 0.0)
-            tl.store(places + at + 2 * chunks, 0)
+            tl.store(indices + at + 2 * chunks, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _settle(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _combine(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits, row_stride, bitmask, mask_stride, num_words, target_ids, columns, temperatures,
-    numbers, places, chunks, tokens, probs, starved, rescued,
+    numbers, indices, chunks, tokens, probs, starved, rescued,
     span: tl.constexpr, words: tl.constexpr, has_mask: tl.constexpr, is_reduced: tl.constexpr,
     is_greedy: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +117,8 @@ def _settle(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     known = index < chunks
     at = row * 3 * chunks + index
     peaks = tl.load(numbers + at, mask=known, other=float("-inf"))
-    state = tl.max(tl.load(places + at, mask=known, other=0), 0)
-    firsts = tl.load(places + at + chunks, mask=known, other=0)
+    state = tl.max(tl.load(indices + at, mask=known, other=0), 0)
+    firsts = tl.load(indices + at + chunks, mask=known, other=0)
     peak = tl.max(peaks, 0)
     choice = tl.min(tl.where(peaks == peak, firsts, columns), 0)
     drawn = (peak > float("-inf")) & (state < 3)
@@ -129,8 +129,8 @@ def _settle(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         scale = tl.exp((peaks - base) / heat)
         total = tl.sum(tl.load(numbers + at + chunks, mask=known, other=0.0) * scale, 0)
         keys = tl.load(numbers + at + 2 * chunks, mask=known, other=0.0) * scale
-        winners = tl.load(places + at + 2 * chunks, mask=known, other=0)
-        # Not greater than zero either where it is NaN, behind a logit of +inf.
+        winners = tl.load(indices + at + 2 * chunks, mask=known, other=0)
+        # Not greater than zero either where it is NaN, from a logit of +inf.
         drawn = tl.where(temperature > 0, (total > 0) & (state < 3), drawn)
         winner = tl.min(tl.where(keys == tl.max(keys, 0), winners, columns), 0)
         choice = tl.where(temperature > 0, winner, choice)
@@ -205,8 +205,8 @@ def _bits(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     a, b, c, d = tl.philox(seed, counter, low, high, tl.full(zeros.shape, stream, tl.uint32))
     a, b, c, d = a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32)
     if is_reduced:
-        place = target & 3
-        bits = tl.where(place < 2, tl.where(place == 0, a, b), tl.where(place == 2, c, d))
+        lane = target & 3
+        bits = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
     else:
         bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words, 32])
     return bits

@@ -1,7 +1,7 @@
-"""Log-probabilities of committed tokens, and of the likeliest ones beside them.
+"""Log-probabilities of committed tokens, and of the likeliest alternatives.
 
 The rows of one verify forward hold everything: row i of a request says how likely each token was
-behind i draft tokens, whether that token was then drafted and accepted or drawn. Of requests that
+after i draft tokens, whether that token was then drafted and accepted or drawn. Of requests that
 are watched, drafted tokens are looked at too, and how many tokens the grammar left.
 """
 
@@ -57,7 +57,7 @@ class LogprobsPlan:
 
     counts: [B] how many likeliest tokens each wants, None where it asks for nothing.
     rows: for each mode in use the asking requests, int64 [R] on the device.
-    order: the requests as they stand in ``rows``, one mode behind the other.
+    order: the requests as they stand in ``rows``, mode after mode.
     """
 
     counts: tuple[int | None, ...]
@@ -110,8 +110,8 @@ class Logprobs(NamedTuple):
 def gather_logprobs(scores: Scores, token_ids: Tensor, plan: LogprobsPlan) -> Logprobs:
     """Log-probabilities of ``token_ids`` and of the likeliest tokens, for the requests that ask.
 
-    token_ids: int64 [B, K + 1], what was accepted and drawn; padding is -1, and what stands in its
-        places afterwards means nothing.
+    token_ids: int64 [B, K + 1], what was accepted and drawn; padding is -1, and the values
+        at its positions mean nothing.
 
     Computes in float32 on the device of the scores, which are not changed; no sync.
     """

@@ -46,7 +46,7 @@ def request_key(
     params: SamplingParams,
     verifier: Verifier = "rejection",
 ) -> int:
-    """In [0, 2**63): which noise a request draws, the seed of its rows; alike in every process.
+    """In [0, 2**63): which noise a request draws, the seed of its rows; the same in every process.
 
     Equal seeds give other requests other noise: they have another prompt, another grammar, or draw
     or draft otherwise. Else the choices of one would foretell those of another. A coupled text is
@@ -65,7 +65,7 @@ def request_key(
 def noise_key(
     seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None = None, settings: str = ""
 ) -> int:
-    """``request_key`` of what is told. Who compiles the grammar makes no difference.
+    """``request_key`` of these arguments. The grammar backend makes no difference.
 
     settings: ASCII characters for the rest of what makes requests differ.
     """
@@ -89,7 +89,7 @@ def _plain(value: object) -> object:
 
 def _constraint(grammar: GrammarSpec) -> tuple[object, ...]:
     """Its fields in their order. ``replace`` and ``astuple`` took longer than the prompt's tokens:
-    one reads every value anew, the other copies it."""
+    one reads every value again, the other copies it."""
     own: dict[str, object] = {"backend": None, "value_type": None}
     if grammar.start is not None:
         own["start"] = astuple(grammar.start)

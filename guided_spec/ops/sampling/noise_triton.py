@@ -33,9 +33,9 @@ def _philox(seeds, positions, bits, columns, stream, block: tl.constexpr):  # ty
     zeros = tl.zeros([block], tl.uint32)
     low, high = zeros + position.to(tl.uint32), zeros + (position >> 32).to(tl.uint32)
     purpose = tl.full([block], stream, tl.uint32)
-    # Triton's own rounds: key and counter words have the places that the reference gives them.
+    # Triton's own rounds: key and counter words are in the order of the reference.
     words = tl.philox(tl.load(seeds + row), counter, low, high, purpose)
-    for place in tl.static_range(4):
-        column = counter * 4 + place
-        word = words[place].to(tl.uint32).to(tl.int64)
+    for lane in tl.static_range(4):
+        column = counter * 4 + lane
+        word = words[lane].to(tl.uint32).to(tl.int64)
         tl.store(bits + row * columns + column, word, mask=column < columns)

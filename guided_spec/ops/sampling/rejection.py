@@ -65,7 +65,7 @@ def dense_probs(draft: Draft, vocab_size: int) -> Tensor:
 
 
 def draft_at(draft: Draft, positions: Tensor) -> Draft:
-    """Of each row the one position ``positions[b]``, int64 [B] in [0, K): K is 1 behind it."""
+    """Of each row the one position ``positions[b]``, int64 [B] in [0, K): K is 1 afterwards."""
     rows = torch.arange(len(positions), device=positions.device)
     probs, is_certain = draft.probs, draft.is_certain
     return draft._replace(
@@ -78,7 +78,7 @@ def draft_at(draft: Draft, positions: Tensor) -> Draft:
 def rejection_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     """Accept a prefix of every row's draft and draw one more token; exact for any draft.
 
-    target_probs: [B, K + 1, V] float32, row i given the draft tokens before i; a row of zeros
+    target_probs: [B, K + 1, V] float32, row i after the draft tokens before i; a row of zeros
         means that no token is legal there.
     draft: K tokens a row, see ``Draft``. ``probs`` None means one-hot.
     noise: ``accept`` [B, >= K], ``sample`` [B, V]; further columns of ``accept`` are not used.

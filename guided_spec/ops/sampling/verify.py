@@ -1,7 +1,7 @@
 """The verifier's decision from logits: mask, adjust, warp, and accept a prefix of each draft.
 
-The composition below is the definition. On CUDA, with noise given by its keys, kernels decide the
-same from one reading of the logits, and write nothing of their size.
+The composition below is the definition. On CUDA, with noise passed as keys, kernels decide the same
+from one reading of the logits, and write nothing of their size.
 
 Coupled verification: a draft token stays iff the target draws it itself.
 
@@ -28,7 +28,7 @@ from guided_spec.types import Accepted, Draft, Noise
 def coupled_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     """Accept the draft tokens that equal the target's own draws, and emit the first that differs.
 
-    target_probs: [B, K + 1, V] float32, row i given the draft tokens before i; a row of zeros means
+    target_probs: [B, K + 1, V] float32, row i after the draft tokens before i; a row of zeros means
         that no token is legal there.
     draft: K tokens a row; its ``probs`` are not used.
     noise: ``sample`` [B, >= K + 1, V], that of position i in row i.
@@ -70,11 +70,11 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
 
 
 def draw_noise(rows: VerifyRows, num_draft: int, vocab_size: int) -> Noise:
-    """The noise of a step whose draft has ``num_draft`` tokens: as given, or what its keys give."""
+    """The noise of a step whose draft has ``num_draft`` tokens: as it is, or from its keys."""
     if isinstance(rows.noise, Noise):
         return rows.noise
     is_coupled, device = rows.verifier == "coupled", rows.noise.seeds.device
-    if rows.sampling.all_greedy:  # one-hot targets decide alike under any noise
+    if rows.sampling.all_greedy:  # one-hot targets decide the same under any noise
         batch = len(rows.noise.seeds)
         accept = torch.zeros(batch, num_draft, device=device)
         return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=device))

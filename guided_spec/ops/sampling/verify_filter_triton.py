@@ -28,7 +28,7 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     num_draft_of,
 )
 
-SHORT = 512  # depths that are searched without looking at what room there is for more
+SHORT = 512  # depths that are searched without checking the capacity for more
 SAMPLED = 8192  # tokens of a filtered row that bracket its threshold
 SURENESS = 5.0  # standard errors between the bracket and its estimate
 FEW = 128  # tokens of a chunk from which on equal ones are listed together
@@ -118,13 +118,13 @@ def _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sample(step, rules, request, place, groups: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sample(step, rules, request, offset, groups: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits [groups, 8] from all over a row, and their part of the vocabulary."""
     num_groups = (step.vocab_size + 7) // 8
     group = tl.arange(0, groups).to(tl.int64)
     if num_groups > groups:
         group = group * num_groups // groups
-    scores = load_groups(step, rules, request, place, group)
+    scores = load_groups(step, rules, request, offset, group)
     return scores, tl.minimum(groups * 1.0 / num_groups, 1.0)
 
 
@@ -141,9 +141,9 @@ def _bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (num_draft_of(step) + 1)).to(tl.int32)
-    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
+    offset = (row % (num_draft_of(step) + 1)).to(tl.int32)
     length, state = tl.load(step.lengths + request), tl.load(work.state + row)
-    if (place <= length) & ((state & _BOTH) == _BOTH):
+    if (offset <= length) & ((state & _BOTH) == _BOTH):
         temperature = tl.load(step.temperature + request)
         cut = tl.load(work.cut + row)
         low, high = cut, cut  # min-p alone keeps what is down to its cut
@@ -154,7 +154,7 @@ def _bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         wanted = tl.where(by_number, k.to(tl.float32), wanted)
         if by_number | (by_mass & (has_min == 0)):
             largest = tl.load(work.row_max + row)
-            scores, sampled = _sample(step, rules, request, place, groups)
+            scores, sampled = _sample(step, rules, request, offset, groups)
             depth = depth_of(scores, largest, temperature)
             weight = tl.where(by_number, 1.0, tl.exp(-depth))
             low, high = _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness)
@@ -199,7 +199,7 @@ def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     rules,
     work,
     request,
-    place,
+    offset,
     chunk,
     num_chunks,
     capacity,
@@ -207,15 +207,15 @@ def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     words: tl.constexpr,
 ):
     """One chunk of one row."""
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     temperature = tl.load(step.temperature + request)
     largest = tl.load(work.row_max + row)
     at = row * num_chunks + chunk
-    behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
+    nearest = depth_of(tl.load(work.chunk_max + at), largest, temperature)
     low, high = tl.load(work.low + row), tl.minimum(tl.load(work.high + row), 3e38)
     mass, number = 0.0, 0
-    if behind <= high:
-        scores = load_tile(step, rules, request, place, chunk, words)
+    if nearest <= high:
+        scores = load_tile(step, rules, request, offset, chunk, words)
         depth = tl.reshape(depth_of(scores, largest, temperature), [words * 32])
         is_sure = (depth <= low) & (depth < _INFINITY)
         is_in = (depth > low) & (depth <= high)
@@ -251,15 +251,15 @@ def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length = tl.load(step.lengths + request)
-    places = tl.arange(0, rows)
-    states = work.state + (request * (num_draft_of(step) + 1)).to(tl.int64) + places
-    state = tl.load(states, mask=places <= num_draft_of(step), other=0)
-    is_wanted = ((state & _BOTH) == _BOTH) & (places <= length)
-    is_wanted = is_wanted & (places % stride == tl.program_id(2))
-    place = tl.min(tl.where(is_wanted, places, rows), 0)
-    while place < rows:
-        _collect(step, rules, work, request, place, chunk, num_chunks, capacity, few, words)
-        place = tl.min(tl.where(is_wanted & (places > place), places, rows), 0)
+    offsets = tl.arange(0, rows)
+    states = work.state + (request * (num_draft_of(step) + 1)).to(tl.int64) + offsets
+    state = tl.load(states, mask=offsets <= num_draft_of(step), other=0)
+    is_wanted = ((state & _BOTH) == _BOTH) & (offsets <= length)
+    is_wanted = is_wanted & (offsets % stride == tl.program_id(2))
+    offset = tl.min(tl.where(is_wanted, offsets, rows), 0)
+    while offset < rows:
+        _collect(step, rules, work, request, offset, chunk, num_chunks, capacity, few, words)
+        offset = tl.min(tl.where(is_wanted & (offsets > offset), offsets, rows), 0)
 
 
 # --- the exact thresholds ---
@@ -364,14 +364,14 @@ def _sweep(step, rules, work, num_chunks, row, level, words: tl.constexpr, count
     Third the first one below ``level``. Tokens below the row's cut are none.
     """
     request = (row // (num_draft_of(step) + 1)).to(tl.int32)
-    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
+    offset = (row % (num_draft_of(step) + 1)).to(tl.int32)
     temperature = tl.load(step.temperature + request)
     largest, cut = tl.load(work.row_max + row), tl.load(work.cut + row)
     mass = tl.zeros([words, 32], tl.int64)
     deepest = tl.full([words, 32], -1.0, tl.float32)
     beyond = tl.full([words, 32], _INFINITY, tl.float32)
     for chunk in range(num_chunks):
-        scores = load_tile(step, rules, request, place, chunk, words)
+        scores = load_tile(step, rules, request, offset, chunk, words)
         depth = depth_of(scores, largest, temperature)
         depth = tl.where(depth <= cut, depth, _INFINITY)
         is_in = depth <= level
@@ -452,10 +452,10 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (num_draft_of(step) + 1)).to(tl.int32)
-    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
+    offset = (row % (num_draft_of(step) + 1)).to(tl.int32)
     length, state = tl.load(step.lengths + request), tl.load(work.state + row)
     num_listed = tl.load(work.num_listed + row)
-    if (place <= length) & ((state & _BOTH) == _BOTH):
+    if (offset <= length) & ((state & _BOTH) == _BOTH):
         if num_listed <= short:
             level, kept, is_right = _listed_threshold(
                 step, work, num_chunks, capacity, row, chunks, short

@@ -96,12 +96,12 @@ class Rules(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the kernels hand on. N = B * (K + 1) rows, C chunks of a row.
+    """What the kernels pass to one another. N = B * (K + 1) rows, C chunks of a row.
 
-    Rows behind a draft's end hold anything.
+    Rows after a draft's end hold anything.
 
-    chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass behind it, for greedy requests
-        the first token that has it; NaN where a logit is.
+    chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass relative to it, for greedy
+        requests the first token that has it; NaN where a logit is.
     row_max, total: [N] of the whole row; total is of the kept tokens once they are known.
     cut: [N] how far below the largest score a token of a filtered row can stand and be kept; how
         far it may, once that is known. low, high: [N] what that is probably between: tokens down to
@@ -308,13 +308,13 @@ def make_work(shape: Shape, device: torch.device, races: int, *, filtered: bool)
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit
 def even(number):  # type: ignore[no-untyped-def]
-    """What ``odd`` was given."""
+    """The value that ``odd`` was called with."""
     return (~number) >> 1
 
 
 @triton.jit
 def num_draft_of(step):  # type: ignore[no-untyped-def]
-    """K."""
+    """K, the tokens of a draft at most."""
     return even(step.odd_num_draft)
 
 
@@ -332,58 +332,58 @@ def tile_tokens(chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_tile(step, rules, request, place, chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [words, 32]: a chunk of row ``place`` of a request; illegal tokens are -inf."""
+def load_tile(step, rules, request, offset, chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [words, 32]: a chunk of row ``offset`` of a request; illegal tokens are -inf."""
     lane = tl.arange(0, 32)
     word = chunk * words + tl.arange(0, words)
     token = word[:, None] * 32 + lane[None, :]
     num_words = (step.vocab_size + 31) // 32
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     bits = tl.load(mask_of(step, row) + word, mask=word < num_words, other=0)
     start = step.logits + request.to(tl.int64) * step.batch_stride
-    start += place.to(tl.int64) * step.row_stride
+    start += offset.to(tl.int64) * step.row_stride
     is_read = (bits != 0)[:, None]
-    if (chunk + 1) * words * 32 > step.vocab_size:  # only here each token's place is looked at
+    if (chunk + 1) * words * 32 > step.vocab_size:  # only here each token's column is checked
         inside = is_read & (token < step.vocab_size)
         scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
     else:
         scores = tl.load(start + token, mask=is_read, other=float("-inf")).to(tl.float32)
     scores = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, scores, float("-inf"))
-    return _adjusted(scores, token, step, rules, request, place)
+    return _adjusted(scores, token, step, rules, request, offset)
 
 
 @triton.jit
-def load_points(step, rules, request, place, token, is_used):  # type: ignore[no-untyped-def]
-    """float32 like ``token``: the logits of ``token`` in the rows ``place``; -inf where illegal."""
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
-    start = request.to(tl.int64) * step.batch_stride + place.to(tl.int64) * step.row_stride
+def load_points(step, rules, request, offset, token, is_used):  # type: ignore[no-untyped-def]
+    """float32 like ``token``: the logits of ``token`` in rows ``offset``; -inf where illegal."""
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
+    start = request.to(tl.int64) * step.batch_stride + offset.to(tl.int64) * step.row_stride
     bits = tl.load(mask_of(step, row) + (token >> 5), mask=is_used, other=0)
     legal = is_used & (((bits >> (token & 31).to(tl.int32)) & 1) != 0)
     scores = tl.load(step.logits + start + token, mask=legal, other=float("-inf")).to(tl.float32)
-    return _adjusted(scores, token, step, rules, request, place)
+    return _adjusted(scores, token, step, rules, request, offset)
 
 
 @triton.jit
-def load_groups(step, rules, request, place, group):  # type: ignore[no-untyped-def]
-    """float32 [groups, 8]: the logits of row ``place`` at eight tokens from 8 * ``group`` on."""
+def load_groups(step, rules, request, offset, group):  # type: ignore[no-untyped-def]
+    """float32 [groups, 8]: the logits of row ``offset`` at eight tokens from 8 * ``group`` on."""
     lane = tl.arange(0, 8)
     token = group[:, None] * 8 + lane[None, :]
     inside = token < step.vocab_size
     start = step.logits + request.to(tl.int64) * step.batch_stride
-    start += place.to(tl.int64) * step.row_stride
+    start += offset.to(tl.int64) * step.row_stride
     scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
     num_words = (step.vocab_size + 31) // 32
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     word = group >> 2
     bits = tl.load(mask_of(step, row) + word, mask=word < num_words, other=0)
     place_in_word = (group & 3).to(tl.int32)[:, None] * 8 + lane[None, :]
     is_legal = ((bits[:, None] >> place_in_word) & 1) != 0
     scores = tl.where(is_legal, scores, float("-inf"))
-    return _adjusted(scores, token, step, rules, request, place)
+    return _adjusted(scores, token, step, rules, request, offset)
 
 
 @triton.jit
-def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-untyped-def]
+def _adjusted(scores, token, step, rules, request, offset):  # type: ignore[no-untyped-def]
     """Bias and penalties, as ``Adjustments.apply`` has them; bans are in the mask by now."""
     if rules.rule_of is not None:
         rule = tl.load(rules.rule_of + request)
@@ -396,7 +396,7 @@ def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-un
             count = tl.load(rules.counts + start + token, mask=legal, other=0.0)
             drafts = step.drafted + request.to(tl.int64) * num_draft_of(step)
             for index in range(num_draft_of(step)):
-                once = tl.where(place > index, 1.0, 0.0)
+                once = tl.where(offset > index, 1.0, 0.0)
                 count += tl.where(token == tl.load(drafts + index), once, 0.0)
             in_prompt = tl.load(rules.in_prompt + start + token, mask=legal, other=0) != 0
             factor = tl.load(rules.repetition + rule)

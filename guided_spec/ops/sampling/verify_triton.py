@@ -156,22 +156,22 @@ def _ban_kernel(step, bans, depth, count, block: tl.constexpr, IS_DEPENDENT: tl.
     await_previous(IS_DEPENDENT)
     owners, tokens, prefixes, until, requests, num_output, tails = bans
     ban = tl.program_id(0) * block + tl.arange(0, block)
-    place = tl.program_id(1)
+    offset = tl.program_id(1)
     exists = ban < count
     owner = tl.load(owners + ban, mask=exists, other=0)
     request = tl.load(requests + owner, mask=exists, other=0)
-    length = tl.load(num_output + owner, mask=exists, other=0) + place
+    length = tl.load(num_output + owner, mask=exists, other=0) + offset
     applies = exists & (length < tl.load(until + ban, mask=exists, other=0))
     for index in range(depth):
         # The text is the tail and then the draft; its window of row r begins at token r.
-        at = tl.zeros([block], tl.int32) + (place + index)
+        at = tl.zeros([block], tl.int32) + (offset + index)
         old = tl.load(tails + owner * depth + at, mask=exists & (at < depth), other=0)
         drafted = request * num_draft_of(step) + (at - depth)
         new = tl.load(step.drafted + drafted, mask=exists & (at >= depth), other=0)
         wanted = tl.load(prefixes + ban * depth + index, mask=exists, other=0)
         applies = applies & ((wanted == _ANY) | (wanted == tl.where(at < depth, old, new)))
     token = tl.load(tokens + ban, mask=exists, other=0)
-    word = mask_of(step, request * (num_draft_of(step) + 1) + place) + (token >> 5)
+    word = mask_of(step, request * (num_draft_of(step) + 1) + offset) + (token >> 5)
     bit = tl.full([block], 1, tl.int32) << (token & 31).to(tl.int32)
     tl.atomic_and(word, ~bit, mask=applies)
 
@@ -182,9 +182,9 @@ def _stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, IS_DEPENDE
     await_previous(IS_DEPENDENT)
     row, chunk = tl.program_id(0), tl.program_id(1)
     request = row // (num_draft_of(step) + 1)
-    place = row % (num_draft_of(step) + 1)
-    if place <= tl.load(step.lengths + request):  # behind the draft's end nothing is asked
-        scores = load_tile(step, rules, request, place, chunk, words)
+    offset = row % (num_draft_of(step) + 1)
+    if offset <= tl.load(step.lengths + request):  # after the draft's end nothing is decided
+        scores = load_tile(step, rules, request, offset, chunk, words)
         temperature = tl.load(step.temperature + request)
         largest = tl.max(tl.max(scores, 1), 0)
         if temperature > 0:
@@ -212,15 +212,15 @@ def _kth_chunk(depth, k, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _maxima_mass(behind, cut):  # type: ignore[no-untyped-def]
+def _maxima_mass(depths, cut):  # type: ignore[no-untyped-def]
     """[rows]: the mass of the chunks' largest tokens down to ``cut`` [rows]."""
-    return tl.sum(tl.where(behind <= cut[:, None], tl.exp(-behind), 0.0), 1)
+    return tl.sum(tl.where(depths <= cut[:, None], tl.exp(-depths), 0.0), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _test_number(step, request, offset, drafted, is_drafted, rows: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """float32 [rows]: u * q, what p of each draft token has to exceed."""
-    position = tl.load(step.first + request) + place
+    position = tl.load(step.first + request) + offset
     column = tl.zeros([rows], tl.int32)
     bits = philox_points(tl.load(step.seeds + request), position, _ACCEPT, column)
     test = (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -230,10 +230,10 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
         if step.columns is not None:
             column = tl.load(step.columns + drafted, mask=is_drafted, other=-1)
             is_known = is_drafted & (column >= 0)
-        at = start + place.to(tl.int64) * step.probs_row_stride + column
+        at = start + offset.to(tl.int64) * step.probs_row_stride + column
         q = tl.load(at, mask=is_known, other=0.0).to(tl.float32)
         if step.is_certain is not None:
-            flags = step.is_certain + request * num_draft_of(step) + place
+            flags = step.is_certain + request * num_draft_of(step) + offset
             q = tl.where(tl.load(flags, mask=is_drafted, other=0) != 0, 1.0, q)
         test *= q
     return test
@@ -241,11 +241,11 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, request, behind, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
+    step, request, depths, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
 ):
     """What the filters can keep of a sampled request's rows, by maxima and masses alone.
 
-    behind: [rows, chunks] the depths of the chunks' largest tokens. depth, share: [rows] of the
+    depths: [rows, chunks], of the chunks' largest tokens. depth, share: [rows] of the
     draft tokens; share is of the whole mass.
 
     Returns the cut, the least mass that can be kept, whether a draft token within the cut is kept
@@ -256,14 +256,14 @@ def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     min_p = tl.load(step.min_p + request)
     if min_p > 0:
         cut = tl.minimum(cut, -tl.log(min_p))
-        least = _maxima_mass(behind, cut)
+        least = _maxima_mass(depths, cut)
         is_filtered = depth == depth
     k = tl.load(step.top_k + request)
     if (k > 0) & (k < step.vocab_size):
-        kth = _kth_chunk(behind, k, chunks)
+        kth = _kth_chunk(depths, k, chunks)
         # The chunks' largest tokens are different ones: k of them are no more than the top k.
-        is_above = behind < kth[:, None]
-        least = _maxima_mass(tl.where(is_above, behind, _INFINITY), cut)
+        is_above = depths < kth[:, None]
+        least = _maxima_mass(tl.where(is_above, depths, _INFINITY), cut)
         others = tl.maximum(k - tl.sum(is_above.to(tl.int32), 1), 0).to(tl.float32)
         least += tl.where(kth <= cut, others * tl.exp(-kth), 0.0)
         cut = tl.minimum(cut, kth)
@@ -303,25 +303,27 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
-    place = tl.arange(0, rows)
-    is_row, is_drafted = place <= length, place < length
-    drafted = tl.load(step.drafted + request * num_draft_of(step) + place, mask=is_drafted, other=0)
+    offset = tl.arange(0, rows)
+    is_row, is_drafted = offset <= length, offset < length
+    drafted = tl.load(
+        step.drafted + request * num_draft_of(step) + offset, mask=is_drafted, other=0
+    )
     temperature = tl.load(step.temperature + request)
     largest = tl.max(chunk_max, 1)
     has_any = chunk_max > float("-inf")
-    behind = tl.where(has_any, depth_of(chunk_max, largest[:, None], temperature), _INFINITY)
-    total = tl.sum(tl.exp(-behind) * chunk_sum, 1)
+    depths = tl.where(has_any, depth_of(chunk_max, largest[:, None], temperature), _INFINITY)
+    total = tl.sum(tl.exp(-depths) * chunk_sum, 1)
     is_alive = (total > 0) & (total < _INFINITY)
-    score = load_points(step, rules, request, place, drafted, is_drafted)
+    score = load_points(step, rules, request, offset, drafted, is_drafted)
     depth = tl.where(score > float("-inf"), depth_of(score, largest, temperature), _INFINITY)
     weight = tl.exp(-depth)
     share = tl.where(is_alive, weight / total, 0.0)
-    test = _test_number(step, request, place, drafted, is_drafted, rows)
+    test = _test_number(step, request, offset, drafted, is_drafted, rows)
     cut, least = tl.full([rows], _INFINITY, tl.float32), total
     is_sure, is_filtered = share >= 0, depth < 0
     if filtered:
         cut, least, is_sure, is_filtered = _bounds(
-            step, request, behind, total, depth, share, rows, chunks
+            step, request, depths, total, depth, share, rows, chunks
         )
     margin = tl.where(is_filtered, _MARGIN, 0.0)
     can_stay = is_drafted & is_alive & (weight > 0) & (depth <= cut)
@@ -332,12 +334,12 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         draws = is_row & is_alive
         state = tl.where(draws, DRAW, 0)
     else:
-        last = tl.min(tl.where(is_row & ~can_stay, place, rows), 0)
-        draws = is_alive & (((place < last) & is_open) | (place == last))
+        last = tl.min(tl.where(is_row & ~can_stay, offset, rows), 0)
+        draws = is_alive & (((offset < last) & is_open) | (offset == last))
         state = tl.where(stays, ACCEPTED, 0) + tl.where(draws, DRAW, 0)
         state += tl.where(draws & is_open, OPEN, 0)
     state += tl.where(draws & is_filtered, FILTERED, 0)
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     tl.store(work.row_max + row, largest, mask=is_row)
     tl.store(work.total + row, total, mask=is_row)
     if work.cut is not None:
@@ -367,9 +369,9 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
-    place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
-    is_row, is_drafted = place <= length, place < length
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    offset, chunk = tl.arange(0, rows), tl.arange(0, chunks)
+    is_row, is_drafted = offset <= length, offset < length
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     at = row[:, None] * num_chunks + chunk[None, :]
     exists = is_row[:, None] & (chunk < num_chunks)[None, :]
     chunk_max = tl.load(work.chunk_max + at, mask=exists, other=float("-inf"))
@@ -381,7 +383,7 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         )
     else:
         drafts = step.drafted + request * num_draft_of(step)
-        drafted = tl.load(drafts + place, mask=is_drafted, other=0)
+        drafted = tl.load(drafts + offset, mask=is_drafted, other=0)
         largest = tl.max(chunk_max, 1)
         is_nan = tl.max((chunk_sum != chunk_sum).to(tl.int32), 1) > 0
         first = tl.where(chunk_max == largest[:, None], chunk_sum, 2147483648.0)
@@ -401,30 +403,30 @@ def _best(value, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _drawn_place(step, work, request, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
+def _drawn_row(step, work, request, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row that this program draws from; but for coupled noise a request has one."""
-    place = tl.program_id(2)
+    offset = tl.program_id(2)
     if not coupled:
         turn = tl.arange(0, rows)
         at = (request * (num_draft_of(step) + 1) + turn).to(tl.int64)
-        # What is behind the draft's end does not matter: the row of the end is never accepted.
+        # Rows after the draft's end do not matter: the row of the end is never accepted.
         state = tl.load(work.state + at, mask=turn <= num_draft_of(step), other=0)
-        place = tl.min(tl.where((state & ACCEPTED) != 0, rows, turn), 0)
-    return place
+        offset = tl.min(tl.where((state & ACCEPTED) != 0, rows, turn), 0)
+    return offset
 
 
 @triton.jit
-def _draft_probs(step, request, place, token, is_read):  # type: ignore[no-untyped-def]
+def _draft_probs(step, request, offset, token, is_read):  # type: ignore[no-untyped-def]
     """float32, of a tile of tokens: with which probability the drafter drew each at a position."""
     start = step.probs + request.to(tl.int64) * step.probs_batch_stride
-    start += place.to(tl.int64) * step.probs_row_stride
+    start += offset.to(tl.int64) * step.probs_row_stride
     column, is_known = token, is_read
     if step.columns is not None:
         column = tl.load(step.columns + token, mask=is_read, other=-1)
         is_known = is_read & (column >= 0)
     q = tl.load(start + column, mask=is_known, other=0.0).to(tl.float32)
     if step.is_certain is not None:
-        at = request * num_draft_of(step) + place
+        at = request * num_draft_of(step) + offset
         drafted = tl.load(step.drafted + at)
         is_certain = tl.load(step.is_certain + at) != 0
         q = tl.where(is_certain, (token == drafted).to(tl.float32), q)
@@ -454,20 +456,20 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length, temperature = tl.load(step.lengths + request), tl.load(step.temperature + request)
-    place = _drawn_place(step, work, request, coupled, rows)
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    offset = _drawn_row(step, work, request, coupled, rows)
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     at = row * num_chunks + chunk
     state, largest = tl.load(work.state + row), tl.load(work.row_max + row)
     nearest = tl.load(work.chunk_max + at)
-    if (place <= length) & ((state & DRAW) != 0):
-        behind = depth_of(nearest, largest, temperature)
+    if (offset <= length) & ((state & DRAW) != 0):
+        depths = depth_of(nearest, largest, temperature)
         level = tl.full([], 3e38, tl.float32)
         if filtered:
             level = tl.minimum(tl.load(work.cut + row), level)
         value, winner = -1.0, NO_TOKEN
         plain, plain_winner = -1.0, NO_TOKEN
-        if behind <= level:
-            scores = load_tile(step, rules, request, place, chunk, words)
+        if depths <= level:
+            scores = load_tile(step, rules, request, offset, chunk, words)
             token = tile_tokens(chunk, words)
             depth = depth_of(scores, largest, temperature)
             weight = tl.exp(-depth)
@@ -475,17 +477,17 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
                 weight = tl.where(depth <= level, weight, 0.0)
             position = tl.load(step.first + request)
             if coupled:
-                position += place
+                position += offset
             seed = tl.load(step.seeds + request)
             noise = exponential(philox_tile(seed, position, _SAMPLE, chunk, words))
             if is_split:
                 plain, plain_winner = _best(weight / noise, token)
-                if place < length:
-                    q = _draft_probs(step, request, place, token, weight > 0)
+                if offset < length:
+                    q = _draft_probs(step, request, offset, token, weight > 0)
                     weight = tl.maximum(weight / tl.load(work.total + row) - q, 0.0)
             elif not coupled:
                 drafts = step.drafted + request * num_draft_of(step)
-                drafted = tl.load(drafts + place, mask=place < length, other=-1)
+                drafted = tl.load(drafts + offset, mask=offset < length, other=-1)
                 weight = tl.where(token == drafted, 0.0, weight)
             value, winner = _best(weight / noise, token)
         tl.store(work.race_value + at, value)
@@ -518,26 +520,26 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     chunks: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
+    """The decision: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
 
     is_split: whether residual and target have races of their own.
     """
     await_previous(IS_DEPENDENT)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
-    place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
-    is_row, is_drafted = place <= length, place < length
-    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    offset, chunk = tl.arange(0, rows), tl.arange(0, chunks)
+    is_row, is_drafted = offset <= length, offset < length
+    row = (request * (num_draft_of(step) + 1) + offset).to(tl.int64)
     token = tl.load(work.token + row, mask=is_row, other=-1).to(tl.int64)
     drafted = tl.load(
-        step.drafted + request * num_draft_of(step) + place, mask=is_drafted, other=-1
+        step.drafted + request * num_draft_of(step) + offset, mask=is_drafted, other=-1
     )
     state = tl.load(work.state + row, mask=is_row, other=0)
-    count = tl.min(tl.where((state & ACCEPTED) != 0, NO_TOKEN, place), 0)
+    count = tl.min(tl.where((state & ACCEPTED) != 0, NO_TOKEN, offset), 0)
     if work.race_value is not None:
         is_raced = (state & DRAW) != 0
         if not coupled:
-            is_raced = is_raced & (place == count)
+            is_raced = is_raced & (offset == count)
         at = row[:, None] * num_chunks + chunk[None, :]
         is_read = is_raced[:, None] & (chunk < num_chunks)[None, :]
         most, winner = _race_winners(work, at, is_read)
@@ -552,7 +554,7 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             other = tl.where(second > 0, found, -1)
         token = tl.where(is_raced, tl.where(most > 0, winner, other), token)
     if coupled:
-        count = tl.min(tl.where(is_drafted & (token == drafted), NO_TOKEN, place), 0)
-    emitted = tl.where(place < count, drafted, tl.where(place == count, token, -1))
-    tl.store(token_ids + row, emitted, mask=place <= num_draft_of(step))
+        count = tl.min(tl.where(is_drafted & (token == drafted), NO_TOKEN, offset), 0)
+    emitted = tl.where(offset < count, drafted, tl.where(offset == count, token, -1))
+    tl.store(token_ids + row, emitted, mask=offset <= num_draft_of(step))
     tl.store(num_accepted + request, count.to(tl.int64))

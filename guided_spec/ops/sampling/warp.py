@@ -20,7 +20,7 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.types import Noise, SamplingParams, Verifier
 
-ALIGNED = 16  # numbers: Triton compiles a kernel anew for memory that begins elsewhere
+ALIGNED = 16  # numbers: Triton compiles a kernel again for memory that begins elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class VerifyRows(NamedTuple):
 
     sampling: their parameters. adjustments: biases, bans and penalties; None when nobody has any.
     verifier: which of ``guided_spec.ops.sampling.verify.VERIFIERS``.
-    noise: given as it is, or by its keys.
+    noise: the values themselves, or their keys.
     """
 
     sampling: Sampling
@@ -105,7 +105,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         return greedy
     temperature = sampling.temperature.view(-1, 1, 1)
     scores = logits.float()
-    # Behind the largest one, so that no temperature, however small, divides it to infinity.
+    # Relative to the largest one, so that no temperature, however small, divides it to infinity.
     scores = scores - scores.amax(-1, keepdim=True)
     scores = scores / torch.where(temperature > 0, temperature, 1.0)
     if sampling.any_min_p:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.layout import BlockLayout
-from guided_spec.models.heads.block.model import BlockHead, BlockPlaces, Sight
+from guided_spec.models.heads.block.model import BlockHead, BlockIndex, Sight
 from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
@@ -231,7 +231,7 @@ def read_and_mask(
     assert head.mask_hidden is not None
     assert head.layout.mask_token_id is not None
     count, length = width - 1, token_ids.shape[1]
-    places = BlockPlaces.of(starts, count)
+    places = BlockIndex.of(starts, count)
     masks = torch.full_like(places.position, head.layout.mask_token_id)
     unknown = head.features(head.mask_hidden).expand(*masks.shape, -1)
     text = torch.arange(length, device=starts.device)

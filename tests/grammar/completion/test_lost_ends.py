@@ -79,7 +79,7 @@ def test_where_texts_must_be_whole_it_is_an_error(commit: str) -> None:
     constraint = Constraint(grammar, VOCABULARY.stop_token_ids)
     take = getattr(constraint, commit)
     take(TEXT[:2])
-    with pytest.raises(GrammarStateError, match="behind output token 3; complete=True asks"):  # noqa: PT012
+    with pytest.raises(GrammarStateError, match="after output token 3; complete=True requires"):  # noqa: PT012
         take(TEXT[2:3])
         failure = constraint.catch_up()
         assert failure is not None

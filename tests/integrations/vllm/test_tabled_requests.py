@@ -12,7 +12,7 @@ import torch
 from guided_spec.grammar.tables.token_table import REFUSED, TokenTable
 from guided_spec.integrations.vllm.drafts.tabled_requests import TAIL, TabledRequests, drafter_rows
 from guided_spec.integrations.vllm.ranks import LATER, NEVER
-from guided_spec.masks.rows import TableWalk
+from guided_spec.masks.rows import TableAdvance
 from guided_spec.ops.mask_words import ids_of, row_of
 from tests.ops.table_walks import random_table
 from tests.processes import run_compiling
@@ -54,7 +54,7 @@ def legal_path(table: TokenTable, length: int) -> list[int]:
     return found
 
 
-def rows_of(walk: TableWalk | None, place: int, count: int) -> torch.Tensor:
+def rows_of(walk: TableAdvance | None, place: int, count: int) -> torch.Tensor:
     assert walk is not None
     out = torch.full((count, -(-VOCABULARY // 32) + TAIL), 9, dtype=torch.int32)
     walk.mask(place, out, is_blank=True)
@@ -163,5 +163,5 @@ def test_no_step_compiles_what_loading_has_not(tmp_path: Path) -> None:
     """The first text with a table comes while others are written."""
     pytest.importorskip("triton")
     loaded, served = run_compiling("tests.integrations.vllm.ahead", tmp_path)
-    assert loaded == {"_copy": 2, "_advance": 1, "_follow": 4}
+    assert loaded == {"_copy": 2, "_advance": 1, "_advance_committed": 4}
     assert not any(served.values())

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.models.packed import packed_lm
-from guided_spec.models.packed.blocks import BLOCK, Alike, Blocks
-from guided_spec.models.packed.packed_lm import MOST_GROUPS, Rows, split_places
+from guided_spec.models.packed.blocks import BLOCK, Blocks, SharedPrefix
+from guided_spec.models.packed.packed_lm import MOST_GROUPS, Rows, split_index
 from tests.tiers import examples
 
 NUM_SLOTS = 5
@@ -50,7 +50,7 @@ def agreed(texts: Texts, slots: Sequence[int]) -> int:
 @settings(max_examples=examples(60))
 @given(TEXTS)
 def test_the_groups_are_right_and_the_first_is_the_best(texts: Texts) -> None:
-    found = fill(texts).alike(range(NUM_SLOTS))
+    found = fill(texts).shared_prefixes(range(NUM_SLOTS))
     left = set(range(NUM_SLOTS))
     for slots, length in found:
         assert len(slots) > 1
@@ -65,25 +65,25 @@ def test_the_groups_are_right_and_the_first_is_the_best(texts: Texts) -> None:
 
 def test_groups_follow_the_slots() -> None:
     blocks = fill([[1, 1], [1, 1], [1, 1], [0], [0]])
-    assert blocks.alike(range(NUM_SLOTS)) == (
-        Alike((0, 1, 2), 2 * BLOCK),
-        Alike((3, 4), BLOCK),
+    assert blocks.shared_prefixes(range(NUM_SLOTS)) == (
+        SharedPrefix((0, 1, 2), 2 * BLOCK),
+        SharedPrefix((3, 4), BLOCK),
     )
-    assert blocks.alike([0, 2, 3]) == (Alike((0, 2), 2 * BLOCK),)
+    assert blocks.shared_prefixes([0, 2, 3]) == (SharedPrefix((0, 2), 2 * BLOCK),)
     blocks.release([2])
-    assert blocks.alike([0, 2, 3]) == ()
+    assert blocks.shared_prefixes([0, 2, 3]) == ()
     blocks.start(2, tokens_of([0, 1]))
-    assert blocks.alike([0, 2, 3]) == (Alike((2, 3), BLOCK),)
+    assert blocks.shared_prefixes([0, 2, 3]) == (SharedPrefix((2, 3), BLOCK),)
 
 
 def test_only_what_pays_and_stands_before_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = fill([[1] * 4, [1] * 4, [1] * 4, [], []])
     rows = Rows([0, 1, 2], [4 * BLOCK] * 3, [1] * 3)
     monkeypatch.setattr(packed_lm, "WORTH_SHARING", 8 * BLOCK)
-    assert rows.alike(blocks) == (Alike((0, 1, 2), 4 * BLOCK),)
-    assert rows._replace(starts=[4 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK]).alike(blocks) == ()
+    assert rows.shared_prefixes(blocks) == (SharedPrefix((0, 1, 2), 4 * BLOCK),)
+    assert rows._replace(starts=[4 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK]).shared_prefixes(blocks) == ()
     monkeypatch.setattr(packed_lm, "WORTH_SHARING", 8 * BLOCK + 1)
-    assert rows.alike(blocks) == ()
+    assert rows.shared_prefixes(blocks) == ()
 
 
 @settings(max_examples=examples(60))
@@ -98,8 +98,8 @@ def test_what_a_kernel_is_told_is_true(texts: Texts, data: st.DataObject) -> Non
     total, size = sum(rows.counts), sum(rows.counts) + data.draw(st.integers(0, 3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_lm, "WORTH_SHARING", 1)
-        groups = rows.alike(blocks)
-    tokens, described = split_places(torch.from_numpy(rows.shared(size, groups)), size)
+        groups = rows.shared_prefixes(blocks)
+    tokens, described = split_index(torch.from_numpy(rows.shared(size, groups)), size)
     order, places = tokens.tolist()
     assert sorted(order) == list(range(size))
     assert [order[place] for place in places] == list(range(size))

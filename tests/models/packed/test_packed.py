@@ -359,7 +359,7 @@ def test_a_pool_answers_once_beside_each_run() -> None:
         done.append("run")
 
     for _ in range(2):
-        pool.run("key", {}, body, beside=lambda: done.append("answer"))
+        pool.run("key", {}, body, overlapped=lambda: done.append("answer"))
     assert done == ["answer", "run", "run", "answer"]  # before a capture, else behind the launch
 
 
@@ -472,7 +472,7 @@ def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -
     assert isinstance(packed._decoder, PackedDecoder)
     assert len(packed._decoder._one_of_each) == kinds
     rows = Rows([0, 1], [0, 0], [3, 2])
-    inputs = {"token_ids": torch.arange(5), "places": torch.from_numpy(rows.places(5, 2))}
+    inputs = {"token_ids": torch.arange(5), "index": torch.from_numpy(rows.packed_index(5, 2))}
     with torch.inference_mode():
         rows.grow(packed._tables)
         both = [

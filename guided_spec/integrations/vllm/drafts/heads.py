@@ -97,11 +97,9 @@ class Drafting:
             self._masks = DraftMasks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
             self._tabled: TabledRequests | None = None
             if has_tables:
-                own = self._masks.own
-                table_bytes = default_table_bytes(drafter.device)
-                self._tabled = TabledRequests(
-                    size, num_draft, vocab_size, own, drafter.device, table_bytes
-                )
+                own, device = self._masks.own, drafter.device
+                table_bytes = default_table_bytes(device)
+                self._tabled = TabledRequests(size, num_draft, vocab_size, own, device, table_bytes)
                 self._tabled.compile_ahead()
                 self.requests.use_tables(self._tabled, ranks_of(config))
         self._draft = draft
@@ -306,9 +304,7 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         drafting = drafting_of(self.drafter)
         if drafting is None:
-            is_covered(
-                self.drafter
-            )  # warns: n-grams load no model, where it is checked
+            is_covered(self.drafter)  # warns: n-grams load no model, where it is checked
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         num_draft = scheduler_output.num_spec_tokens_to_schedule
         with drafting.step(self.input_batch.req_ids, num_draft):

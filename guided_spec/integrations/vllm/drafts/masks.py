@@ -17,7 +17,7 @@ from torch import Tensor
 from guided_spec.integrations.vllm.drafts.tabled_requests import TAIL
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import MaskRows, TableWalk
+from guided_spec.masks.rows import MaskRows, TableAdvance
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
@@ -58,7 +58,7 @@ class DraftMasks:
         self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
         self._lookahead: Lookahead | None = None
         self._lead: Lead | None = None
-        self._walk: TableWalk | None = None
+        self._walk: TableAdvance | None = None
         self._num_requests = 0
         self._has_free = False
         self._position = 0
@@ -71,7 +71,7 @@ class DraftMasks:
         constraints: Sequence[Constraint | None],
         num_draft: int,
         lead: Lead | None = None,
-        walk: TableWalk | None = None,
+        walk: TableAdvance | None = None,
     ) -> None:
         """Begin the drafts of a batch [B] with at least one request that is constrained or tabled.
 

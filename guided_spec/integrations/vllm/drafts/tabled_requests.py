@@ -23,11 +23,11 @@ from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TableState, TokenTable
 from guided_spec.integrations.vllm.ranks import LATER, NEVER
-from guided_spec.masks.rows import DeviceTables, TableWalk, launch_walk
+from guided_spec.masks.rows import DeviceTables, TableAdvance, launch_table_rows
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.ops.table_rows import CURSOR, follow
+from guided_spec.ops.table_rows import CURSOR, advance_committed
 
 TAIL = 4  # words after a drafter's row: the token that it has to take, else -1; then padding
 
@@ -83,7 +83,7 @@ class TabledRequests:
         )
         # The last one is that of all who have no table.
         self._cursors = torch.zeros(requests + 1, CURSOR, dtype=torch.int64, device=device)
-        self._draft = TableWalk.of(num_draft, requests, device)
+        self._draft = TableAdvance.of(num_draft, requests, device)
         self._free = list(range(requests))
         self._requests: dict[str, _TabledRequest] = {}
         self._in_use = Counter[TokenTable]()  # number of requests of each
@@ -108,11 +108,11 @@ class TabledRequests:
 
         vLLM's runners have their tokens and counts in different types.
         """
-        launch_walk(self._words + TAIL, self._device)
+        launch_table_rows(self._words + TAIL, self._device)
         none = torch.full((1,), len(self._cursors) - 1, device=self._device)
         for token_type, count_type in product((torch.int32, torch.int64), repeat=2):
             counts = torch.zeros(1, dtype=count_type, device=self._device)
-            follow(counts.to(token_type).view(1, 1), counts, none, self._cursors)
+            advance_committed(counts.to(token_type).view(1, 1), counts, none, self._cursors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._requests
@@ -160,9 +160,9 @@ class TabledRequests:
         """What a step sampled, as of ``GrammarRequests.note``; in all steps."""
         if self._requests:
             known = token_ids.where(token_ids < self._vocab_size, -1)  # vLLM's are none beyond
-            follow(known, num_tokens, self._texts_of(names), self._cursors)
+            advance_committed(known, num_tokens, self._texts_of(names), self._cursors)
 
-    def start(self, names: Sequence[str]) -> TableWalk | None:
+    def start(self, names: Sequence[str]) -> TableAdvance | None:
         """A walk for a batch's drafts, from the states of its texts; None where none has a table.
 
         It is in use until the next one is started.

@@ -1,7 +1,7 @@
 """What the config.json of a block head says, in the dialects that are written.
 
 z-lab's (DFlash, DFlash 2) has the keys of a Qwen3 configuration, and ``dflash_config``; DeepSeek's
-(DeepSpec: DSpark, and DFlash trained beside it) has the same keys and all others beside them;
+(DeepSpec: DSpark, and DFlash trained with it) has the same keys and all others at the same level;
 speculators' describes the layers in ``transformer_layer_config``.
 """
 
@@ -47,7 +47,7 @@ MARKOV_KINDS = ("vanilla", "gated")
 
 
 class ConvShape(NamedTuple):
-    """The convolutions of DFlash 2. taps: places that one reads. group_size: channels that share
+    """The convolutions of DFlash 2. taps: positions that one reads. group_size: channels that share
     what is added to its kernel."""
 
     taps: int
@@ -58,10 +58,10 @@ class BlockLayout(NamedTuple):
     """A block head without its weights.
 
     config: transformers configuration of its layers. aux_hidden_layers: see ``DraftHead``.
-    block_size: places of a block, the last token's among them. mask_token_id: what stands in the
-    others. is_causal: whether places of a block see only those before them; None: in layers with a
-    window. from_anchor: whether the output at the last token predicts the one behind it, and that
-    at a mask the one behind the mask; else that at a mask predicts the token of its place.
+    block_size: positions of a block, the last token's among them. mask_token_id: the token at the
+    others. is_causal: whether positions of a block see only those before them; None: in layers with
+    a window. from_anchor: whether the output at the last token predicts the next token, and that at
+    a mask the token after the mask; else that at a mask predicts the token of its own position.
     draft_vocab_size: D. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0
     is none. conv, markov, selector: parts that some heads have. confidence_width: what the
     confidence head reads; 0: there is none.
@@ -124,7 +124,7 @@ class BlockLayout(NamedTuple):
         return layout
 
     def with_markov(self, markov: MarkovShape, *, confidence: bool) -> BlockLayout:
-        """This as a DSpark head of the same width, which predicts at the last token's place too.
+        """This as a DSpark head of the same width, which predicts at the last token too.
 
         confidence: whether it has a confidence head, which then reads the token before.
         Raises ConfigError for a Markov head that cannot be.
@@ -241,7 +241,7 @@ def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
     if kind not in MARKOV_KINDS:
         raise ModelError(
             f"{source}: markov_head_type: expected vanilla or gated, found {kind!r}; "
-            "a head whose places depend on all tokens before them is not read"
+            "a head whose positions depend on all tokens before them is not read"
         )
     return MarkovShape(int(rank), kind)  # type: ignore[arg-type]
 

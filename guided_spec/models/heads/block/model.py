@@ -1,4 +1,4 @@
-"""A block head: one forward drafts a whole block, whose places see one another.
+"""A block head: one forward drafts a whole block, whose positions see one another.
 
 Chen, Liang and Liu, "DFlash: Block Diffusion for Flash Speculative Decoding", 2026. With the
 outputs of some of the target's layers at each position before the last token, and the embeddings of
@@ -12,7 +12,7 @@ the block [last token, mask, mask, ...]:
     logits = lm_head(norm(x))                                      ``logits``
 
 Queries and keys are normed and rotated as Qwen3's are. The output at a mask predicts the token of
-that place, or the one behind it (``BlockLayout.from_anchor``). DSpark and DFlash 2 are such heads
+that position, or the next one (``BlockLayout.from_anchor``). DSpark and DFlash 2 are such heads
 with a ``transition``. Around attention and MLP, DFlash 2 has a convolution over the block, whose
 kernel is made from what goes in, n, in groups of channels:
 
@@ -43,10 +43,10 @@ from guided_spec.ops.attention.slot_attention import KeyValues
 
 
 class BlockContext(NamedTuple):
-    """What the places of a block see of the text before it.
+    """What the positions of a block see of the text before it.
 
     layers: keys and values [R, Hkv, L, D] of each layer, rotated. lengths: int64 [R], how many of
-    the L positions are the row's; the block begins behind them. Others hold zeros.
+    the L positions are the row's; the block begins after them. Others hold zeros.
     """
 
     layers: Sequence[KeyValues]
@@ -54,7 +54,7 @@ class BlockContext(NamedTuple):
 
 
 class _Conv(nn.Module):
-    """A convolution before and behind a part of a layer; see the module's docstring."""
+    """A convolution before and after a part of a layer; see the module's docstring."""
 
     def __init__(self, shape: ConvShape, hidden_size: int) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class _Conv(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, outputs, bias=False)
 
     def around(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``part`` of x [R, T, H], mixed along T on both sides of it."""
+        """``part`` of x [R, T, H], mixed over T before and after it."""
         shape = (*x.shape[:2], 2, self._taps, self._groups)
         moved = self.kernel_projection(x).view(shape)
         kernels = self.base_kernel + moved.repeat_interleave(x.shape[2] // self._groups, -1)
-        before, behind = kernels.unbind(2)  # [R, T, taps, H]
-        return _mix(part(_mix(x, before)), behind)
+        before, after = kernels.unbind(2)  # [R, T, taps, H]
+        return _mix(part(_mix(x, before)), after)
 
 
 def _mix(x: Tensor, kernel: Tensor) -> Tensor:
-    """Each place of x [R, T, H] as a sum over it and those before, by kernel [R, T, taps, H]."""
+    """Each position of x [R, T, H] as a sum over it and those before, kernel [R, T, taps, H]."""
     mixed = x * kernel[:, :, 0]
     for tap in range(1, min(kernel.shape[2], x.shape[1])):
         shifted = functional.pad(x[:, :-tap], (0, 0, tap, 0))
@@ -170,17 +170,17 @@ def _grouped_attention(
 Context = Callable[[_Layer], KeyValues]
 
 
-class BlockPlaces(NamedTuple):
-    """Where T places of blocks stand in each of R texts. position, start: int64 [R, T], their own
-    and that of their block's first. block: int64 [T], which places make a block."""
+class BlockIndex(NamedTuple):
+    """Where T positions of blocks are in each of R texts. position, start: int64 [R, T], their own
+    and that of their block's first. block: int64 [T], which of them make a block."""
 
     position: Tensor
     start: Tensor
     block: Tensor
 
     @classmethod
-    def of(cls, starts: Tensor, count: int) -> BlockPlaces:
-        """Blocks of ``count`` places from ``starts`` int64 [R, A] on; T = A * count."""
+    def of(cls, starts: Tensor, count: int) -> BlockIndex:
+        """Blocks of ``count`` positions from ``starts`` int64 [R, A] on; T = A * count."""
         steps = torch.arange(count, device=starts.device)
         position = (starts.unsqueeze(2) + steps).flatten(1)
         block = torch.arange(starts.shape[1], device=starts.device).repeat_interleave(count)
@@ -202,7 +202,7 @@ class BlockPlaces(NamedTuple):
 
 
 class BlockHead(LayoutHead):
-    """See the module's docstring. transition: how a place depends on the one before."""
+    """See the module's docstring. transition: how a position depends on the one before."""
 
     layout: BlockLayout
     layout_class = BlockLayout
@@ -227,7 +227,7 @@ class BlockHead(LayoutHead):
 
     @property
     def transition(self) -> Transition | None:
-        """How a place depends on the one before it; None: it does not."""
+        """How a position depends on the one before it; None: it does not."""
         return self.markov_head or self.candidate_selector
 
     def features(self, hidden_states: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class BlockHead(LayoutHead):
         return [layer.keys_values(features, rotation) for layer in layers]
 
     def forward(self, last: Tensor, width: int, context: BlockContext) -> Tensor:
-        """The normed outputs [R, width, H] of the places behind each row's last token, int64 [R].
+        """The normed outputs [R, width, H] of the positions after each row's last token, int64 [R].
 
         width: at most ``layout.width``.
         """
@@ -264,7 +264,7 @@ class BlockHead(LayoutHead):
         *,
         recompute: bool = False,
     ) -> Tensor:
-        """``forward`` behind A places of each of R texts at once: [R, A, width, H].
+        """``forward`` after A positions of each of R texts at once: [R, A, width, H].
 
         last: int64 [R, A], tokens of the texts. starts: int64 [R, A], where they stand, so that a
         block sees its text up to there and itself. states: [R, L, len(aux_hidden_layers) * H], the
@@ -272,8 +272,8 @@ class BlockHead(LayoutHead):
         then. Only for a head without convolutions, which would mix the blocks.
         """
         features = self.features(states)
-        places = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        rotation = self._rotation(features, places)
+        positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
+        rotation = self._rotation(features, positions)
 
         def made(layer: _Layer) -> KeyValues:
             found = layer.keys_values(features, rotation)
@@ -295,13 +295,13 @@ class BlockHead(LayoutHead):
         masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
         x = self.embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
-        places = BlockPlaces.of(starts, count)
-        rotation = self._rotation(x, places.position)
+        index = BlockIndex.of(starts, count)
+        rotation = self._rotation(x, index.position)
         layers: list[Any] = list(self.layers)
         visible: dict[Sight, Tensor] = {}
         for layer in layers:
             if layer.sight not in visible:
-                visible[layer.sight] = places.visible(layer.sight, length)
+                visible[layer.sight] = index.visible(layer.sight, length)
             run = layer_run(layer, recompute=recompute)
             x = run(x, rotation, context, visible[layer.sight])
         blocks = x.unflatten(1, (last.shape[1], count))
@@ -309,7 +309,7 @@ class BlockHead(LayoutHead):
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Outputs [..., H] to [..., D], of each place by itself."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         scores, cap = self.score(hidden), self.layout.softcap
         if self.layout.logit_scale != 1:
             scores = scores * self.layout.logit_scale

@@ -1,10 +1,10 @@
 """A block head over slots: it reads verified tokens, and drafts by one forward.
 
-``BlockRunner`` keeps the outputs of each slot's block, and goes along it. Who reads the text, and
-computes a block behind it, is a ``BlockReader``: ``ContextReader`` for heads that see the target's
-hidden states as keys and values, over the target's tables, and ``MaskedReader`` for P-EAGLE, whose
-equations are in ``guided_spec.models.heads.eagle``. Their packed forms are ``AheadReader``s, whose
-forwards are CUDA graphs.
+``BlockRunner`` keeps the outputs of each slot's block, and drafts from them token by token. A
+``BlockReader`` reads the text and computes the block after it: ``ContextReader`` for heads that see
+the target's hidden states as keys and values, over the target's tables, and ``MaskedReader`` for
+P-EAGLE, whose equations are in ``guided_spec.models.heads.eagle``. Their packed forms are
+``AheadReader``s, whose forwards are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from guided_spec.models.packed.graph_pool import (
     GraphPool,
     Inputs,
     bucket,
-    pack_places,
+    pack_index,
     pad_rows,
     pad_to,
     row_sizes,
 )
-from guided_spec.models.packed.heads import PackedBlock, places_of_blocks
-from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.models.packed.heads import PackedBlock, index_of_blocks
+from guided_spec.models.packed.packed_lm import Rows, split_index
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotPlaces, store_keys_values
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, store_keys_values
 from guided_spec.ops.host import to_device
 
 
 class BlockReader(Protocol):
-    """Reads verified tokens, and computes the places behind them; see ``HeadRunner``.
+    """Reads verified tokens, and computes the positions after them; see ``HeadRunner``.
 
     max_length: tokens of a text. width: tokens of a whole block. size: H, of its outputs.
-    transition: how a place depends on the one before; None: it does not. ahead: the reader itself,
-    where its forwards are graphs; None where they are not.
+    transition: how a position depends on the one before; None: it does not. ahead: the reader
+    itself, where its forwards are graphs; None where they are not.
     """
 
     @property
@@ -67,11 +67,11 @@ class BlockReader(Protocol):
     ) -> None: ...
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None: ...
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """The outputs [R, width, H] of the places behind ``last``, int64 [R]; nothing is kept."""
+        """The outputs [R, width, H] of the positions after ``last``, int64 [R]; nothing is kept."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Outputs [..., H] to logits [..., D], of each place by itself."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         ...
 
 
@@ -89,16 +89,16 @@ class AheadReader(BlockReader, Protocol):
     def read_ahead(self, new: ReadAhead) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
     def capture(self, width: int) -> Iterator[None]:
-        """Capture the graphs of reading, and of blocks of ``width`` places."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         ...
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """Where the last tokens of R texts stand, whose slots then have blocks for ``width`` more
-        behind them."""
+        """[R]: the positions of the texts' last tokens; their slots then have blocks for ``width``
+        more."""
         ...
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
-        """The outputs [R, width, H] of the places behind ``last``, which stand at ``starts``.
+        """The outputs [R, width, H] of the positions after ``last``, tokens at ``starts``.
 
         All int64 [R] on the device; slot -1: an unused row. For a graph: nothing waits.
         """
@@ -108,9 +108,9 @@ class AheadReader(BlockReader, Protocol):
 class BlockRunner:
     """A ``HeadRunner`` whose drafts are blocks.
 
-    width: tokens of a draft at most; there are no more than the reader's. Behind the block's last
-    place every logit is -inf: a draft is no longer than that. It is an ``AheadRunner`` where the
-    reader is an ``AheadReader``.
+    width: tokens of a draft at most; there are no more than the reader's. After the block's last
+    position every logit is -inf: a draft is no longer than that. It is an ``AheadRunner`` where
+    the reader is an ``AheadReader``.
 
     transition: as of the reader.
     """
@@ -139,7 +139,7 @@ class BlockRunner:
         columns = max(self.width, 1)
         self._outputs = torch.zeros(num_slots, columns, reader.size, device=device, dtype=dtype)
         self._is_drafted = [False] * num_slots
-        # The last verified token, and where a place depends on it, the draft behind that.
+        # The last verified token, then, where a position depends on it, the draft.
         self._trail = torch.zeros(num_slots, columns + 1, device=device, dtype=torch.int64)
 
     def length(self, slot: int) -> int:
@@ -147,7 +147,7 @@ class BlockRunner:
         return self._reader.length(slot)
 
     def depth(self, slot: int) -> int:
-        """Draft tokens behind the verified ones."""
+        """Draft tokens after the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -176,9 +176,9 @@ class BlockRunner:
         for slot in slots:
             self._depths[slot] += 1
         if self._reader.transition is not None:
-            places = [min(self._depths[slot], self.width) for slot in slots]
-            index, place = to_device([[*slots], places], self._device)
-            self._trail[index, place] = token_ids
+            steps = [min(self._depths[slot], self.width) for slot in slots]
+            index, step = to_device([[*slots], steps], self._device)
+            self._trail[index, step] = token_ids
 
     @torch.inference_mode()
     def read(
@@ -191,12 +191,12 @@ class BlockRunner:
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``SlotHead.copy_slot``."""
+        """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         self._reader.copy_slot(source, destinations)
         self._begin_drafts(destinations, self._index(destinations), self._trail[source, 0])
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadRunner``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self._ahead is not None and self._ahead.can_read_ahead(slots, counts)
 
     @torch.inference_mode()
@@ -208,7 +208,7 @@ class BlockRunner:
         self._begin_drafts(new.slots, self._index(new.slots), ends.clamp_min(0))
 
     def commit(self, slot: int, count: int) -> None:
-        """See ``AheadRunner``."""
+        """The slot holds ``count`` of the tokens that were read ahead; see ``AheadRunner``."""
         assert self._ahead is not None
         self._ahead.commit(slot, count)
 
@@ -217,7 +217,7 @@ class BlockRunner:
         return self._whole if 0 < longest <= self.width else None
 
     def capture(self, longest: int) -> Iterator[None]:
-        """See ``AheadRunner``."""
+        """Capture the graphs for drafts of ``longest`` tokens, one at each ``next``."""
         if self._ahead is not None:
             yield from self._ahead.capture(self.width)
         whole = self.whole(longest)
@@ -226,12 +226,12 @@ class BlockRunner:
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """See ``DraftForward``."""
+        """What the logits score; None: the target's own tokens. See ``DraftForward``."""
         assert self._ahead is not None
         return self._ahead.vocabulary
 
     def has_graph(self, size: int, count: int) -> bool:
-        """See ``DraftForward``."""
+        """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
         assert self._ahead is not None
         return _has_graph(self._ahead.graphs, size, count)
 
@@ -241,9 +241,9 @@ class BlockRunner:
         return self._ahead.starts(slots, count)
 
     def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
-        """See ``DraftForward``: the places are scored by one forward."""
+        """True: one forward scores all positions; see ``DraftForward``."""
         assert self._ahead is not None
-        slots, starts, _ = inputs["places"].unbind(0)
+        slots, starts, _ = inputs["index"].unbind(0)
         before = self._trail[slots, 0]
         outputs = self._ahead.outputs(slots, starts, before, count)
         for depth, logits in enumerate(self._ahead.logits(outputs).unbind(1)):
@@ -260,19 +260,19 @@ class BlockRunner:
         self._draft_missing(slots)
         depths = [self._depths[slot] for slot in slots]
         most = max(self.width - 1, 0)
-        slot, place = to_device([[*slots], [min(depth, most) for depth in depths]], self._device)
-        outputs = self._outputs[slot, place]
+        slot, step = to_device([[*slots], [min(depth, most) for depth in depths]], self._device)
+        outputs = self._outputs[slot, step]
         scores = self._reader.logits(outputs)
         if (transition := self._reader.transition) is not None:
-            scores = transition.step(scores, outputs, self._trail[slot, place])
+            scores = transition.step(scores, outputs, self._trail[slot, step])
         if max(depths) >= self.width:
-            is_behind = torch.tensor([depth >= self.width for depth in depths])
-            is_behind = is_behind.to(self._device, non_blocking=True)
-            scores = scores.masked_fill(is_behind.unsqueeze(1), -torch.inf)
+            is_beyond = torch.tensor([depth >= self.width for depth in depths])
+            is_beyond = is_beyond.to(self._device, non_blocking=True)
+            scores = scores.masked_fill(is_beyond.unsqueeze(1), -torch.inf)
         return scores
 
     def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
-        """last: int64 [R] or one for all, the tokens that the drafts stand behind."""
+        """last: int64 [R] or one for all, the tokens before the drafts."""
         self._trail[index, 0] = last
         for slot in slots:
             self._begin_draft(slot)
@@ -321,17 +321,17 @@ class ContextReader:
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """See ``HeadRunner``."""
+        """Read verified tokens by their hidden states; see ``HeadRunner``."""
         del tokens
         for line in self.slots.lines(slots, [len(row) for row in states]):
             self._read_line(line, line.of(states))
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self.head.logits(outputs)
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """See ``BlockReader``."""
+        """The outputs [R, width, H] of the positions after ``last``; see ``BlockReader``."""
         blocks, lengths = self.slots.blocks, self.slots.lengths(slots)
         blocks.upload()
         index, length = to_device([[*slots], lengths], self._device)
@@ -348,13 +348,13 @@ class ContextReader:
     def _read_line(self, line: HeadLine, states: Tensor) -> None:
         rows, count, blocks = line.rows, len(states), self.slots.blocks
         rows.grow(blocks)
-        found = to_device(rows.places(count, len(rows.slots)), self._device)
-        of_tokens, of_rows = split_places(found, count)
-        places = SlotPlaces(of_tokens, of_rows, blocks.tables, blocks.max_length)
+        found = to_device(rows.packed_index(count, len(rows.slots)), self._device)
+        of_tokens, of_rows = split_index(found, count)
+        index = SlotIndex(of_tokens, of_rows, blocks.tables, blocks.max_length)
         features = self.head.features(states.to(self._device, self._dtype))
         made = self.head.context(features, of_tokens[1])
         for new, kept in zip(made, self.slots.memory, strict=True):
-            store_keys_values(new, kept, places)
+            store_keys_values(new, kept, index)
 
 
 def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
@@ -367,11 +367,11 @@ def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
 
 
 class MaskedReader:
-    """A ``BlockReader``: masks behind the last verified position, all by one forward.
+    """A ``BlockReader``: masks after the last verified position, all by one forward.
 
     width: tokens of a draft at most.
 
-    Raises ModelError for a head that has nothing to put at the places behind a text.
+    Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
     transition = ahead = None
@@ -394,7 +394,7 @@ class MaskedReader:
         self.copy_slot = self._slots.copy_slot
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self.head.logits(outputs)
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
@@ -415,7 +415,7 @@ class BlockGraphs:
         """See ``BlockReader``; on CUDA the next graph overwrites it."""
         size = bucket(len(slots), ROW_SIZES)
         inputs = {
-            "places": pack_places((slots, self._reader.starts(slots, width)), size),
+            "index": pack_index((slots, self._reader.starts(slots, width)), size),
             "last": pad_rows(last, size),
         }
         key = (width, size) if _has_graph(self._graphs, size, width) else None
@@ -426,7 +426,7 @@ class BlockGraphs:
         """Capture the graphs of ``draft``."""
         for size in row_sizes(self._num_slots):
             inputs = {
-                "places": pack_places([[], []], size),
+                "index": pack_index([[], []], size),
                 "last": torch.zeros(size, dtype=torch.int64),
             }
             key = (width, size) if _has_graph(self._graphs, size, width) else None
@@ -434,7 +434,7 @@ class BlockGraphs:
                 yield
 
     def _compute(self, width: int, inputs: Inputs) -> Tensor:
-        slots, starts = inputs["places"].unbind(0)
+        slots, starts = inputs["index"].unbind(0)
         return self._reader.outputs(slots, starts, inputs["last"], width)
 
 
@@ -467,53 +467,56 @@ class PackedContextReader:
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-        self.commit, self.graphs = self.slots.commit, GraphPool(device, window, is_beside=True)
+        self.commit, self.graphs = (
+            self.slots.commit,
+            GraphPool(device, window, is_on_side_stream=True),
+        )
         self._drafts = BlockGraphs(self, limits.num_slots)
         self.draft = self._drafts.draft
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``AheadReader``."""
+        """Whether so many more tokens of each slot can be read before the host knows them."""
         return self.graphs.has(sum(counts)) and self.slots.fit(slots, counts)
 
     @torch.inference_mode()
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """See ``HeadRunner``."""
+        """Read verified tokens by their hidden states; see ``HeadRunner``."""
         del tokens
         for line in self.slots.lines(slots, [len(row) for row in states]):
             self._read_rows(line.rows, line.of(states))
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``PackedSlotHead``."""
+        """Read tokens that the host does not know yet; see ``AheadRunner``."""
         rows = new.rows(self.slots)
-        index = to_device(rows.places_in(new.token_ids.shape[1]), self._device)
+        index = to_device(rows.token_index(new.token_ids.shape[1]), self._device)
         self._read_rows(rows, new.states.flatten(0, 1)[index])
 
     @property
     def ahead(self) -> AheadReader:
-        """Itself."""
+        """The reader itself: its forwards are graphs."""
         return self
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
-        """See ``AheadReader``."""
-        count = self._packed.places_for(width)
-        places = places_of_blocks(slots, starts, count, self.slots.blocks)
-        return self._packed.draft(last, width, places, self.slots.memory)
+        """The outputs [R, width, H] of the positions after ``last``; see ``AheadReader``."""
+        count = self._packed.positions_for(width)
+        index = index_of_blocks(slots, starts, count, self.slots.blocks)
+        return self._packed.draft(last, width, index, self.slots.memory)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self._packed.head.logits(outputs)
 
     @torch.inference_mode()
     def capture(self, width: int) -> Iterator[None]:
-        """See ``AheadReader``."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         columns = self._packed.head.fc.in_features
         for size in (*self.graphs.beyond, *reversed(self.graphs.sizes)):
             inputs = {
                 "states": torch.zeros(size, columns, dtype=self._dtype),
-                "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
+                "index": torch.from_numpy(Rows((), (), ()).packed_index(size, 0)),
             }
             key = ("read", size) if self.graphs.has(size) else None
             if self.graphs.prepare(key, inputs, self._read):
@@ -521,32 +524,32 @@ class PackedContextReader:
         yield from self._drafts.capture(width)
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """See ``AheadReader``."""
-        return self.slots.starts(slots, self._packed.places_for(width))
+        """[R]: the positions of the texts' last tokens; see ``AheadReader``."""
+        return self.slots.starts(slots, self._packed.positions_for(width))
 
     def _read_rows(self, rows: Rows, states: Tensor) -> None:
         """Positions in one line, and the states [N, X] there."""
         rows.grow(self.slots.blocks)
         size = bucket(len(states), self.graphs.sizes)
-        places = rows.places(size, len(rows.slots))[: 2 * size]
+        index = rows.packed_index(size, len(rows.slots))[: 2 * size]
         inputs = {
             "states": pad_to(states, (size, states.shape[1])),
-            "places": torch.from_numpy(places),
+            "index": torch.from_numpy(index),
         }
         key = ("read", size) if self.graphs.has(size) else None
         self.graphs.run(key, inputs, self._read)
 
     def _read(self, inputs: Inputs) -> None:
-        tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks
+        tokens, blocks = inputs["index"].view(2, -1), self.slots.blocks
         nobody = tokens.new_empty(3, 0)  # attends
-        places = SlotPlaces(tokens, nobody, blocks.tables, blocks.max_length)
-        self._packed.read(inputs["states"].to(self._dtype), places, self.slots.memory)
+        index = SlotIndex(tokens, nobody, blocks.tables, blocks.max_length)
+        self._packed.read(inputs["states"].to(self._dtype), index, self.slots.memory)
 
 
 class PackedMaskedReader:
     """What ``MaskedReader`` is, over a packed ``head``. width: tokens of a draft at most.
 
-    Raises ModelError for a head that has nothing to put at the places behind a text.
+    Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
     transition = None
@@ -564,7 +567,7 @@ class PackedMaskedReader:
 
     @property
     def ahead(self) -> AheadReader:
-        """Itself."""
+        """The reader itself: its forwards are graphs."""
         return self
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
@@ -573,18 +576,18 @@ class PackedMaskedReader:
         count = width - 1
         token_ids = slots.new_full((len(slots), count), self._masks.token_id)
         hidden = self._masks.hidden.expand(*token_ids.shape, -1)
-        places = places_of_blocks(slots, starts, count, self.slots.slots.blocks)
-        return self.slots.masked(slots, token_ids, hidden, places)
+        index = index_of_blocks(slots, starts, count, self.slots.slots.blocks)
+        return self.slots.masked(slots, token_ids, hidden, index)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See ``BlockReader``."""
+        """Outputs [..., H] to logits [..., D], of each position by itself."""
         return self._head.logits(outputs)
 
     def capture(self, width: int) -> Iterator[None]:
-        """See ``AheadReader``."""
+        """Capture the graphs of reading, and of blocks of ``width`` positions."""
         yield from self.slots.capture_reads()
         yield from self._drafts.capture(width)
 
     def starts(self, slots: Sequence[int], width: int) -> list[int]:
-        """See ``AheadReader``."""
+        """[R]: the positions of the texts' last tokens; see ``AheadReader``."""
         return self.slots.slots.starts(slots, width - 1)

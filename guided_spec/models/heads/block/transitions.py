@@ -1,4 +1,4 @@
-"""How a place of a block depends on the token before, of the heads that have a part for it.
+"""How a position of a block depends on the token before, of the heads that have a part for it.
 
 ``MarkovHead``, of DSpark (DeepSeek's DeepSpec, and speculators): with e = w1[previous],
 
@@ -6,7 +6,7 @@
     logits = logits + w2 (sigmoid(gate_proj [hidden ; e]) * e)        "gated"
 
 ``CandidateSelector``, of DFlash 2 (z-lab; SGLang and SpecForge have the same equations): of the k
-likeliest tokens t of a place,
+likeliest tokens t of a position,
 
     score(t) = logit(t) + successor[t] . (predecessor[previous] * hidden_projection(hidden))
 
@@ -29,12 +29,12 @@ GROUP = 32  # tokens, of which the likeliest is looked at first
 
 
 class Transition(Protocol):
-    """How the token of a place depends on the one before it; all ids are the target's."""
+    """How the token of a position depends on the one before it; all ids are the target's."""
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits [R, D] of a place by itself to float32 [R, D] behind ``previous``, int64 [R].
+        """Logits [R, D] of a position by itself to float32 [R, D] after ``previous``, int64 [R].
 
-        hidden: [R, H], of the place.
+        hidden: [R, H], of the position.
         """
         ...
 
@@ -47,7 +47,7 @@ class MarkovShape(NamedTuple):
 
 
 class SelectorShape(NamedTuple):
-    """rank: of the codebooks. top_k: candidates of a place."""
+    """rank: of the codebooks. top_k: candidates of a position."""
 
     rank: int
     top_k: int
@@ -72,11 +72,11 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(hidden_size + shape.rank, shape.rank)
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """See ``Transition``."""
+        """Logits [R, D] to float32 [R, D] after ``previous``; see ``Transition``."""
         return logits.float() + self.bias(hidden, self.markov_w1(previous))
 
     def bias(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What is added to the logits [..., D] behind tokens of w1 ``embedded`` [..., rank]."""
+        """What is added to the logits [..., D] after tokens of w1 ``embedded`` [..., rank]."""
         bias: Tensor = self.markov_w2(self._latent(hidden, embedded))
         return bias
 
@@ -89,7 +89,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely the verifier is to keep what a place drafts, as a logit.
+    """How likely the verifier is to keep what a position drafts, as a logit.
 
     width: H, or H + rank where it reads the token before by the Markov head's w1.
     """
