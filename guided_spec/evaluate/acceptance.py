@@ -157,7 +157,7 @@ COUNTERS = {  # of vLLM's /metrics, each with the suffix _total
     "accepted": "vllm:spec_decode_num_accepted_tokens",
     "at": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-LATE = 5.0  # seconds by which counters may lag behind the responses
+LATE = 5.0  # seconds by which counters may lag after the responses
 _LINE = re.compile(r"(?P<name>[^\s{]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
 

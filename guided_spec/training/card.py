@@ -1,4 +1,4 @@
-"""What stands beside a trained draft for its users: a model card, and plots of its training.
+"""What stands next to a trained draft for its users: a model card, and plots of its training.
 
 And the way to them: the repository of the Hugging Face hub to which the draft is pushed.
 """

@@ -21,7 +21,7 @@ from guided_spec.training.unroll_attention import UNROLLED, unrolled_attention
 
 def compile_layers(model: nn.Module) -> None:
     """In place, what is between the products of heads that are on CUDA: norms, with what is joined
-    or added beside them, MLPs' gates, and the rotation for the attention of an unroll.
+    or added next to them, MLPs' gates, and the rotation for the attention of an unroll.
 
     Norms return the dtype of autocast. Products are what reads them, and would each make that of
     float32 anew.
@@ -71,7 +71,7 @@ def _run_layer(layer: Any, hidden: Tensor, **attention: Any) -> Tensor:
 
 
 def _run_end(layer: Any, residual: Tensor, attended: Tensor) -> Tensor:
-    """What a layer does behind its attention, [B, T, H]. residual: [B * T, H]."""
+    """What a layer does after its attention, [B, T, H]. residual: [B * T, H]."""
     norm = layer.post_attention_layernorm
     rows = attended.flatten(0, -2)
     states, normed = _add_normed(residual, rows, norm.weight, norm.variance_epsilon)
@@ -81,7 +81,7 @@ def _run_end(layer: Any, residual: Tensor, attended: Tensor) -> Tensor:
 
 @compiled_on_cuda
 def _join_normed(one: Tensor, other: Tensor, own: Tensor, others: Tensor, eps: float) -> Tensor:
-    """[n, 2 H]: two tensors behind a norm each, with the weights ``own`` and ``others``."""
+    """[n, 2 H]: two tensors after a norm each, with the weights ``own`` and ``others``."""
     return torch.cat([_norm(one, own, eps), _norm(other, others, eps)], -1)
 
 

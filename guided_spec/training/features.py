@@ -4,7 +4,7 @@ Files are ``hs_{i}.safetensors``, one a document, in the format of speculators:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
 layers, where the file was written here. A file may hold more tokens than its row, such as the line
-end that a chat template writes behind the last answer: states do not depend on what follows them.
+end that a chat template writes after the last answer: states do not depend on what follows them.
 
 With 8 bits a number ``hidden_states`` are e4m3, and ``hidden_states_scales`` float32 is what they
 have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculators' connector does.
@@ -12,7 +12,7 @@ have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculator
 A vLLM that was started to extract hidden states (``extract_hidden_states`` as its method of
 speculation, and ``ExampleHiddenStatesConnector``) answers a prompt with the path of such a file,
 which it is about to write in a folder that has to be seen from here. Until it is written a lock is
-held on the file beside it. Written after the code of vLLM 0.33, and tested with a stand-in.
+held on the file next to it. Written after the code of vLLM 0.33, and tested with a stand-in.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class ServedFeatures:
     """Asks the server for the states of each document, up to ``ahead`` batches before they train.
 
     layers: hidden states for ``TargetStates.aux``; the server has to extract these, and the last
-        layer's output behind them. folder: files with the states of documents, which are read
+        layer's output after them. folder: files with the states of documents, which are read
         where they are there, and written of the others; None keeps nothing.
     """
 

@@ -239,7 +239,7 @@ def measure(
 
 
 class _DraftRows(NamedTuple):
-    """M drafts of all depths, those of one row of the target beside each other.
+    """M drafts of all depths, those of one row of the target next to each other.
 
     hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. places: of each
     depth. own: int64 [n] of each depth, which of the M its drafts are.

@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # relative to the largest logit: rounding of half precision, n
 class TargetHead:
     """Not a module, so that a draft that keeps one does not own the target's parameters.
 
-    Knows what models do behind their output head: a factor (Cohere), a divisor (Granite), soft
+    Knows what models do after their output head: a factor (Cohere), a divisor (Granite), soft
     capping (Gemma). Runs one token through the target to see that nothing else happens there.
 
     Raises ModelError when the logits made here are not those of the target's own forward.
@@ -172,7 +172,7 @@ class TargetRows:
         if self.known is None:
             return torch.ones_like(self.masks, dtype=torch.bool)
         words = self.known.clone()
-        if draft_size % BITS:  # nothing is said of the bits behind
+        if draft_size % BITS:  # the bits after it are undefined
             words[:, -1] &= (1 << draft_size % BITS) - 1
         return (words != 0).any(-1)[self.masks]
 

@@ -311,7 +311,7 @@ class Trainer:
 
         Raises ConfigError as ``check_output`` does, and when there are checkpoints that cannot be
         gone on from, and ModelError, naming the step, when a loss is not a finite number. SIGTERM
-        or SIGINT in any process saves behind the step and raises TrainingStoppedError in all.
+        or SIGINT in any process saves after the step and raises TrainingStoppedError in all.
         """
         check_output(output, resume=self._options.resume)
         checkpoints = self._checkpoints(output / CHECKPOINTS)

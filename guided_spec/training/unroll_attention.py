@@ -82,7 +82,7 @@ class _Depths(NamedTuple):
 class _Causal(NamedTuple):
     """output: [B, H, T, D]. total: float32 [B, H, T, 1], the log of the sum of the exponentials.
 
-    state: what CUDA's backward pass is handed beside these.
+    state: what CUDA's backward pass is handed next to these.
     """
 
     output: Tensor

@@ -1,4 +1,4 @@
-"""Training of heads that draft blocks: behind sampled anchors of whole documents, in one forward.
+"""Training of heads that draft blocks: after sampled anchors of whole documents, in one forward.
 
 DFlash (Chen, Liang and Liu, arXiv:2602.06036). A block is [the document's token at its anchor,
 mask, mask, ...] and sees the target's states of what stands before the anchor, and itself, as it
@@ -10,9 +10,9 @@ DSpark (DeepSeek's DeepSpec, and speculators). The Markov head is given the docu
 each place, as the verifier has it where a draft stays. The confidence head learns the probability
 that rejection sampling keeps a place's token, by binary cross-entropy with the weights of the loss.
 
-P-EAGLE (speculators). A block is the EAGLE-3 head's output at its anchor and the places behind it,
+P-EAGLE (speculators). A block is the EAGLE-3 head's output at its anchor and the places after it,
 which are fed with masks and see the text up to the anchor and the masks before them. The outputs of
-the text itself are there anyway: the first token is trained at all places, further ones behind
+the text itself are there anyway: the first token is trained at all places, further ones after
 anchors. speculators draws fewer places for each further depth instead.
 """
 
@@ -65,7 +65,7 @@ class BlockTraining(HeadTraining):
     def forward(
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
-        """Draft behind anchors of the batch and measure it; only rows of answers are scored."""
+        """Draft after anchors of the batch and measure it; only rows of answers are scored."""
         targets = TargetRows.build(batch, states, self._target.head, self.head.vocabulary)
         places = targets.at_depth(0) >= 0
         anchors = Anchors.choose(batch, places, self._config.anchors, self._seed)
@@ -222,7 +222,7 @@ def read_and_mask(
     *,
     recompute: bool = False,
 ) -> MaskedOutputs:
-    """The outputs over whole texts, and at the masks behind A places of each, by one forward.
+    """The outputs over whole texts, and at the masks after A places of each, by one forward.
 
     token_ids: int64 [B, T]. starts: int64 [B, A], where the masks begin: each block sees its text
     up to there and itself, causally. states: [B, T, len(aux_hidden_layers) * H_target]. recompute:
@@ -292,11 +292,11 @@ def _check_kind(head: BlockHead, config: DFlashConfig, markov: MarkovShape | Non
 
 
 class Anchors(NamedTuple):
-    """Places of B documents behind which blocks begin, A of each at most.
+    """Places of B documents after which blocks begin, A of each at most.
 
     token_ids: int64 [B, T], the documents. chosen: bool [B, T], at p where the token of place p + 1
     is a block's first. slot: int64 [B, T], which block of its document that is. tokens, starts:
-    int64 [B, A], those tokens and where they stand; arbitrary behind a document's last one.
+    int64 [B, A], those tokens and where they stand; arbitrary after a document's last one.
     """
 
     token_ids: Tensor

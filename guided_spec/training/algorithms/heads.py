@@ -182,7 +182,7 @@ def shift(token_ids: Tensor, places: int) -> Tensor:
 
 Head = TypeVar("Head", bound=nn.Module)
 
-FINAL_NORM = -1  # as a hidden layer: the target's last state behind its final norm
+FINAL_NORM = -1  # as a hidden layer: the target's last state after its final norm
 
 
 class FrozenTarget(NamedTuple):

@@ -1,1 +1,1 @@
-"""What drafts are trained on: records into tokens, tokens into batches, and masks beside them."""
+"""What drafts are trained on: records into tokens, tokens into batches, and masks next to them."""

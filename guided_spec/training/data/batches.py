@@ -1,7 +1,7 @@
 """Batches of documents: like lengths together, in an order that can be repeated, with mask rows.
 
 The rows say which tokens a grammar lets stand at each place of an answer. They are made where the
-batches are: in the worker processes of a data loader, beside the training.
+batches are: in the worker processes of a data loader, next to the training.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TokenBatches(Sampler[list[int]]):
         self._batches = self._share(self._cut(epoch))
 
     def skip(self, count: int) -> None:
-        """Begin this epoch behind its first ``count`` batches, as a run does that was interrupted.
+        """Begin this epoch after its first ``count`` batches, as a run does that was interrupted.
 
         Counted from the beginning, whatever was skipped before. Raises ConfigError past the end.
         """
@@ -258,7 +258,7 @@ class MaskTable:
 
 
 class GrammarMasks:
-    """Mask rows of tokenized answers; may be pickled, and used behind a fork.
+    """Mask rows of tokenized answers; may be pickled, and used after a fork.
 
     Each process makes its own backend when it first needs one: compiled grammars do not travel.
 
@@ -328,7 +328,7 @@ class GrammarMasks:
 
     def _compile(self, grammar: str) -> CompiledGrammar | None:
         if self._backend is None:
-            # There are many workers already, and threads of a parent are dead behind a fork.
+            # There are many workers already, and threads of a parent are dead after a fork.
             self._backend = XGrammarBackend(self.vocabulary, compile_threads=1)
         spec = read_grammar_text(grammar)
         assert spec is not None

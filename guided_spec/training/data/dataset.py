@@ -6,7 +6,7 @@ speculators.
 One record as token ids, and which of them are answers.
 
 Prompts and answers are tokenized apart, as they are when the target is served: the prompt alone
-first, the answer token by token behind it. A token that would reach across the border never occurs.
+first, the answer token by token after it. A token that would reach across the border never occurs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from guided_spec.training.data.records import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Some tokenizers put a space before a text; behind one of these they cannot.
+# Some tokenizers put a space before a text; after one of these they cannot.
 ANCHORS = ("\n", "a", '"')
 
 UNTRAINED = -100  # the label of a token without a loss, as torch and transformers have it
@@ -71,7 +71,7 @@ class Segment(NamedTuple):
 def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[int]) -> Encoded:
     """Tokenize a record of one of the shapes that ``read_example`` reads, or read its tokens.
 
-    stop_ids: the tokens that end an answer, at least one. The last answer is cut behind its first
+    stop_ids: the tokens that end an answer, at least one. The last answer is cut after its first
         one, and gets one where it has none. In earlier answers what follows it is no answer.
 
     Every answer of a chat counts. Which text that is says the chat template, where it marks what is
@@ -96,7 +96,7 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
             segments.append(Segment(answer, is_answer=True))
     else:
         segments = _chat_segments(example, encoder, tokenizer)
-    # Behind the last answer there may be a question that nobody answered.
+    # After the last answer there may be a question that nobody answered.
     grammar = None if example.answer is None else example.grammar
     return _join(segments, grammar, _Stops(tokenizer, stop_ids))
 
@@ -284,7 +284,7 @@ def _last_answer(message: Message, prompt: str, whole: str) -> str:
 
 
 def _continuation(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that stands behind another one."""
+    """The tokens of a text that stands after another one."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

@@ -92,7 +92,7 @@ class Endpoint:
         return answer
 
     def metrics(self) -> str:
-        """What the server says at ``/metrics``, which stands beside ``/v1``.
+        """What the server says at ``/metrics``, which stands next to ``/v1``.
 
         Raises ConfigError where it says nothing.
         """

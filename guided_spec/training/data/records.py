@@ -28,7 +28,7 @@ GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
     "structural_tag": GrammarSpec.structural_tag,
     "response_format": GrammarSpec.from_response_format,
 }
-# What may stand beside which of them.
+# What may stand next to which of them.
 SETTINGS = {
     "any_whitespace": "schema",
     "unsupported": "schema",
@@ -88,8 +88,8 @@ def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
 
     At most one of ``schema``, ``regex``, ``choice``, ``ebnf``, ``lark``, ``structural_tag`` and
     ``response_format``; each is the argument of its constructor of ``GrammarSpec``, and so are
-    ``any_whitespace``, ``unsupported``, ``key_order`` and ``additional_properties`` beside a schema
-    and ``root`` beside EBNF.
+    ``any_whitespace``, ``unsupported``, ``key_order`` and ``additional_properties`` with a schema
+    and ``root`` next to EBNF.
     ``after`` and ``reasoning_budget``: of ``GrammarSpec.after``; ``after`` true is the model's own
     marker. Members that are null count as absent. Raises ConfigError for two grammars, for a
     setting without its grammar, and for one of the wrong type.
@@ -140,7 +140,7 @@ def read_example(record: Mapping[str, Any]) -> Example:
     """Read a record in any of its shapes.
 
     ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
-    ``prompt``: text. Their answer is the assistant's last message or, behind the prompt,
+    ``prompt``: text. Their answer is the assistant's last message or, after the prompt,
     ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
     all of it is the answer. ``tools``: of a chat, a list or its JSON. The grammar: see
     ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS`` and for a
@@ -295,7 +295,7 @@ def read_lines(sources: Sequence[str | Path]) -> Iterator[Line]:
     A source is a file of JSON Lines, whose blank lines are skipped, a Parquet file, a folder that
     ``Dataset.save_to_disk`` wrote, a dataset of the hub (``org/name``, ``org/name:split`` or
     ``org/name:split:config``; the split is "train" by default), or one of ``PRESETS``. What else
-    a Parquet file or a dataset holds beside ``RECORD_KEYS`` is left out, and a warning names it.
+    a Parquet file or a dataset holds next to ``RECORD_KEYS`` is left out, and a warning names it.
 
     Raises ConfigError naming the source, or file and line, where one cannot be read.
     """
