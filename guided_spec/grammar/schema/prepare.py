@@ -43,7 +43,7 @@ def check_schema(schema: Any) -> None:
     milliseconds of Python: what jsonschema-rs finds valid is not shown to it.
     """
     spend_on_value(schema)
-    if not (_is_valid(schema) and all(map(_compiles, _patterns(schema)))):
+    if not (_is_valid(schema) and all(map(_compiles, _patterns(schema))) and _has_enums(schema)):
         spend_on_value(schema, _OF_VALIDATING)
         draft = jsonschema.Draft202012Validator
         validator = jsonschema.validators.validator_for(schema, default=draft)
@@ -60,14 +60,38 @@ def _is_valid(schema: Any) -> bool:
 
 def _patterns(schema: Any) -> Iterator[str]:
     """All patterns, which jsonschema tries to compile as regexes of Python's, and other strings."""
+    for node in _objects(schema):
+        named = node.get("patternProperties")
+        yield from named if isinstance(named, dict) else ()
+        if isinstance(pattern := node.get("pattern"), str):
+            yield pattern
+
+
+def _has_enums(schema: Any) -> bool:
+    """Whether draft 4, of which jsonschema-rs does not know it, admits the enums; or none is of it.
+
+    There must be values, and no two equal ones. False where unsure.
+    """
+    if not isinstance(schema, dict) or "draft-04" not in str(schema.get("$schema")):
+        return True
+    enums = (node["enum"] for node in _objects(schema) if isinstance(node.get("enum"), list))
+    return all(
+        enum and all(map(_is_scalar, enum)) and len(set(enum)) == len(enum) for enum in enums
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Of those that differ in Python where they differ in JSON."""
+    return value is None or type(value) in (str, int, float)
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
     waiting = [schema]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
-            named = value.get("patternProperties")
-            yield from named if isinstance(named, dict) else ()
-            if isinstance(pattern := value.get("pattern"), str):
-                yield pattern
+            yield value
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
