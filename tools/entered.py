@@ -94,7 +94,7 @@ def head_reader() -> Callable[[], None]:
 
     def read() -> None:
         target.read([PromptPiece(0, 0, prompt[:-1])])
-        head.begin(replace(batch, features=target.take_features([0])), lookahead)
+        head.begin(replace(batch, features=target.states.take([0])), lookahead)
 
     return read
 

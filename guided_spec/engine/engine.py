@@ -74,7 +74,7 @@ class Engine:
         self._target = make_target(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
         self._is_parallel = is_parallel(model.model)
-        known = (self._scheduler, model, self._target, self._layers)
+        known = (self._scheduler, model, self._target.states, self._layers)
         self._prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
         # Drafts then depend on what other texts sampled, equal requests with equal noise included.
         # Coupled texts do not depend on drafts.
@@ -284,7 +284,7 @@ class Engine:
             _LOG.exception("the proposer has not learned from %d texts", len(texts))
 
     def _release(self, slots: Sequence[int]) -> None:
-        self._target.release(slots)
+        self._target.states.drop(slots)
         try:
             self._proposer.release(slots)
         except Exception as error:  # whose state it then mixes up, nobody knows
@@ -399,7 +399,7 @@ class Engine:
             if r.after_prompt is State.DECODE and not self._prefixes.is_awaited(r)
         ]
         told = list[BegunPrompt]()
-        found = self._target.take_features([request.text.slot for request in begun])
+        found = self._target.states.take([request.text.slot for request in begun])
         for request, states in zip(begun, found, strict=True):
             if states is not None:
                 request.is_begun = True
@@ -487,7 +487,7 @@ class Engine:
         """What the step reads and decodes."""
         slots = [request.text.slot for request in requests]
         coming = {piece.tokens.slot for piece in pieces}
-        features = self._target.take_features(slots, coming) if self._layers else ()
+        features = self._target.states.take(slots, coming) if self._layers else ()
         texts = [request.text for request in requests]
         return replace(
             self._batches.make(texts, num_draft_tokens),

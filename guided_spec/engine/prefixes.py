@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target.target import Target
+from guided_spec.engine.target.states import KeptStates
 from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
@@ -24,12 +24,12 @@ class Prefixes:
         self,
         scheduler: Scheduler,
         model: CausalLM,
-        target: Target,
+        states: KeptStates,
         layers: tuple[int, ...],
         *,
         uses_cache: bool,
     ) -> None:
-        self._scheduler, self._model, self._target = scheduler, model, target
+        self._scheduler, self._model, self._states = scheduler, model, states
         # A head needs every token's hidden states, unless blocks hold its own state too (``lag``).
         blocks = model.blocks if model.shares_prefixes else None
         self.takes = uses_cache and blocks is not None and (not layers or blocks.lag > 0)
@@ -98,7 +98,8 @@ class Prefixes:
         length = source.text.prompt_length - 1
         if not self._model.can_copy(length):
             return False
-        self._target.share_prefill(source.text.slot, request.text.slot, length)
+        self._model.copy_slot(source.text.slot, [request.text.slot], length)
+        self._states.copy(source.text.slot, request.text.slot)
         request.num_cached, request.text.prefill = length, source.text.prefill
         request.state = request.after_prompt
         return True

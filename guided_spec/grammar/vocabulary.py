@@ -122,7 +122,7 @@ class Vocabulary:
         """Which tokens must not follow which, so that no surrogate is written."""
         tokens = range(self.vocab_size)
         ends = (token for token in tokens if self.token_bytes[token].endswith(_LEAD))
-        begins = [t for t in tokens if _holds_surrogate(_LEAD + self.token_bytes[t][:1])]
+        begins = [t for t in tokens if b"\xa0" <= self.token_bytes[t][:1] <= b"\xbf"]
         return SplitSurrogates(frozenset(ends), ~row_of(begins, self.vocab_size))
 
     @cached_property

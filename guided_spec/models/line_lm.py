@@ -67,12 +67,12 @@ class LineLM:
 
     @property
     def has_linear_state(self) -> bool:
-        """See ``CausalLM``."""
+        """Whether a layer keeps a linear state, not keys and values."""
         return bool(self._packed.states)
 
     @property
     def shares_prefixes(self) -> bool:
-        """See ``CausalLM``: a linear state cannot be cut at a prefix."""
+        """Whether texts may share blocks: a linear state cannot be cut at a prefix."""
         return not self.has_linear_state
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class LineLM:
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
     ) -> SlotOutput:
-        """See ``CausalLM.forward``."""
+        """The rows' own tokens in one line, spread over rows again; see ``CausalLM.forward``."""
         check_layers(hidden_layers, len(self._packed.memory))
         return self._packed.forward(inputs, logits, hidden_layers)
 
@@ -108,17 +108,17 @@ class LineLM:
 
     @torch.inference_mode()
     def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
-        """See ``CausalLM.capture``."""
+        """Capture the graphs of all sizes on CUDA, one at each ``next``."""
         if self.device.type == "cuda":
             yield from self._packed.capture(hidden_layers)
 
     @torch.inference_mode()
     def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
-        """See ``CausalLM.forward_seconds``."""
+        """Seconds of the captured forwards, by their number of tokens."""
         return self._packed.forward_seconds(hidden_layers)
 
     def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:
-        """See ``CausalLM.commit``. No work: the next ``starts`` say what counts.
+        """Check that the rows can go back; the ``starts`` of the next forward do the rest.
 
         Raises ModelError where linear states cannot go back, because a row had more than
         ``longest_draft`` tokens.
@@ -132,37 +132,37 @@ class LineLM:
             )
 
     def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
-        """See ``CausalLM.start``."""
+        """Give the slot the blocks that hold this beginning already; returns what they hold."""
         return self._blocks.start(slot, token_ids, salt)
 
     def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
-        """See ``CausalLM.remember``."""
+        """Let other texts take the whole blocks of these tokens."""
         self._blocks.remember(slot, token_ids, length)
 
     def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
-        """See ``CausalLM.holds``."""
+        """Whether the slots have blocks for texts of these lengths."""
         return self._blocks.holds(slots, np.array(lengths, dtype=np.int64))
 
     def grow(self, slot: int, length: int) -> bool:
-        """See ``CausalLM.grow``."""
+        """Give the slot blocks for so many tokens; False where too few are free."""
         return self._blocks.grow(slot, length)
 
     def release(self, slots: Sequence[int]) -> None:
-        """See ``CausalLM.release``."""
+        """Free the blocks of these slots, unless another model owns them."""
         if not self._is_guest:
             self._blocks.release(slots)
 
     def has_blocks(self, length: int) -> bool:
-        """See ``CausalLM.has_blocks``."""
+        """Whether the free blocks would hold a text of so many tokens."""
         return self._blocks.num_free * BLOCK >= min(length, self.max_length)
 
     def can_copy(self, length: int) -> bool:
-        """See ``CausalLM.can_copy``."""
+        """Whether enough blocks are free for what a copy cannot share."""
         return self._blocks.can_share(length)
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
-        """See ``CausalLM.copy_slot``. The slots of a guest have blocks for so many tokens."""
+        """Share whole blocks and copy the rest; the slots of a guest have blocks for it already."""
         give = self._blocks.copy_own if self._is_guest else self._blocks.share
         for slot in destinations:
             give(source, slot, length, self._packed.key_values)
@@ -170,13 +170,13 @@ class LineLM:
 
     @torch.inference_mode()
     def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
-        """See ``CausalLM.save_states``."""
+        """A copy of the linear states of ``slots``, one ``DeltaStates`` a layer that has any."""
         rows = to_device(slots, self.device)
         return [DeltaStates(*(part[rows] for part in one)) for one in self._packed.states]
 
     @torch.inference_mode()
     def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
-        """See ``CausalLM.load_states``."""
+        """Overwrite the linear states of ``slots`` with what ``save_states`` gave."""
         rows = to_device(slots, self.device)
         copies = [one for one in saved if isinstance(one, DeltaStates)]
         for states, copy in zip(self._packed.states, copies, strict=True):

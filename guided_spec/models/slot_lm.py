@@ -40,7 +40,7 @@ class SlotLM:
 
     @property
     def has_linear_state(self) -> bool:
-        """See ``CausalLM``."""
+        """Whether a layer keeps a linear state, not keys and values."""
         return self._slots.cache.has_linear_state
 
     @property
@@ -61,17 +61,17 @@ class SlotLM:
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
     ) -> SlotOutput:
-        """See ``CausalLM.forward``."""
+        """One call of the model over padded rows; see ``CausalLM.forward``."""
         return self._slots.forward(inputs, logits, hidden_layers)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:
-        """See ``CausalLM.commit``: linear states go back, keys and values stay."""
+        """Take linear states back to the tokens kept; keys and values are overwritten later."""
         del counts  # the cache knows what it was given
         self._slots.cache.commit(keep)
 
     def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
-        """No graphs."""
+        """Nothing: stock modules are not captured."""
         del hidden_layers
         yield from ()
 
@@ -89,12 +89,12 @@ class SlotLM:
         """Nothing: no text takes from another one."""
 
     def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Always."""
+        """True: a slot always holds a whole text."""
         del slots, lengths
         return True
 
     def grow(self, slot: int, length: int) -> bool:
-        """Always."""
+        """True: a slot always holds a whole text."""
         del slot, length
         return True
 
@@ -102,28 +102,28 @@ class SlotLM:
         """Nothing: the next text overwrites the slot."""
 
     def has_blocks(self, length: int) -> bool:
-        """Always."""
+        """True: there are no blocks to wait for."""
         del length
         return True
 
     def can_copy(self, length: int) -> bool:
-        """Always."""
+        """True: an empty slot takes any copy."""
         del length
         return True
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
-        """See ``CausalLM.copy_slot``."""
+        """Copy keys, values and linear states of ``source``."""
         self._slots.cache.copy_slot(source, destinations, length)
 
     @torch.inference_mode()
     def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
-        """See ``CausalLM.save_states``."""
+        """A copy of the linear states of ``slots``, one ``SavedState`` a layer that has any."""
         return self._slots.cache.save_states(slots)
 
     @torch.inference_mode()
     def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
-        """See ``CausalLM.load_states``."""
+        """Overwrite the linear states of ``slots`` with what ``save_states`` gave."""
         copied = [one for one in saved if isinstance(one, SavedState)]
         self._slots.cache.load_states(slots, copied)
 

@@ -289,7 +289,7 @@ class Known(NamedTuple):
 
     draft: Draft
     most: tuple[int, ...]
-    answer: None = None
+    serve_mailbox: None = None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -315,7 +315,7 @@ def test_a_row_is_what_two_forwards_give(name: str) -> None:
         )
         outputs.append(target.verify(batch, known))
         target.commit(batch, [0, 1, 0], outputs[-1])
-        states.append([*target.take_features([0, 1, 2, 3])])
+        states.append([*target.states.take([0, 1, 2, 3])])
     assert outputs[0].counts == outputs[1].counts == [1, 3, 2]
     for row, count in enumerate([1, 3, 2]):
         for part in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.engine.target.rows import fed_rows
-from guided_spec.engine.target.states import KeptStates, TakenStates
+from guided_spec.engine.target.states import KeptStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.ops.host import to_device
@@ -109,17 +109,17 @@ class LineTarget:
 
     def __init__(self, model: LineLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
-        self._states = KeptStates()
+        self.states = KeptStates()
         self._ahead: ForwardAhead | None = None
 
     @property
     def launches_at_once(self) -> bool:
-        """See ``Target.launches_at_once``."""
+        """Whether a forward of graphs leaves the host free: on CUDA."""
         return self._model.device.type == "cuda"
 
     @property
     def is_ahead(self) -> bool:
-        """See ``Target.is_ahead``."""
+        """Whether the next forward that verifies is launched already."""
         return self._ahead is not None
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
@@ -139,14 +139,14 @@ class LineTarget:
         return output._replace(num_before=[both - count for both, count in pairs])
 
     def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
-        """See ``Target.commit``."""
+        """Keep what was accepted, and all that was read of prompts; see ``Target.commit``."""
         keep = [accepted + 1 for accepted in num_accepted]
         assert output.counts is not None, "every row of a line has its own"
         before = output.num_before or [0] * len(keep)
         fed = [[*map(sum, zip(many, before, strict=True))] for many in (keep, output.counts)]
         self._model.commit(*fed)
         if output.hidden_states is not None:
-            self._states.add(batch.slots, keep, output.hidden_states)
+            self.states.add(batch.slots, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """See ``Target.run_ahead``.
@@ -172,11 +172,11 @@ class LineTarget:
         return limit > 0 and len(context) < self._model.max_length
 
     def drop_ahead(self) -> None:
-        """See ``Target.drop_ahead``."""
+        """Forget a forward that is launched: its texts go elsewhere."""
         self._ahead = None
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
-        """See ``Target.read``."""
+        """Read prompts by a forward of their own, one after another in its line."""
         line = _Line.of(Rows((), (), ()), prompts)
         self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
 
@@ -245,18 +245,5 @@ class LineTarget:
             for piece, first in line.pieces():
                 states = hidden[first : first + len(piece.token_ids)]
                 found[piece.slot] = states
-                self._states.add([piece.slot], [len(states)], states.unsqueeze(0))
+                self.states.add([piece.slot], [len(states)], states.unsqueeze(0))
         return _LineRead(output, found)
-
-    def share_prefill(self, source: int, slot: int, length: int) -> None:
-        """See ``Target.share_prefill``."""
-        self._model.copy_slot(source, [slot], length)
-        self._states.copy(source, slot)
-
-    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
-        """See ``Target.take_features``."""
-        return self._states.take(slots, coming)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the hidden states of ended requests."""
-        self._states.take(slots)

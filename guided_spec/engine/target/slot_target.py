@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.engine.target.rows import fed_rows
-from guided_spec.engine.target.states import KeptStates, TakenStates
+from guided_spec.engine.target.states import KeptStates
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.host import pad_ids
@@ -25,10 +25,10 @@ class SlotTarget:
 
     def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
-        self._states = KeptStates()
+        self.states = KeptStates()
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
-        """See ``Target.verify``."""
+        """One forward over rows as long as the longest draft; see ``Target.verify``."""
         assert not batch.prompts, "a stock model takes one row a slot"
         token_ids, rows = fed_rows(batch, flight, self._model.max_length)
         inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
@@ -37,11 +37,11 @@ class SlotTarget:
         return TargetOutput(found.logits, found.hidden_states)
 
     def commit(self, batch: DecodeBatch, num_accepted: Sequence[int], output: TargetOutput) -> None:
-        """See ``Target.commit``."""
+        """Keep what was accepted of each row; see ``Target.commit``."""
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep, [output.logits.shape[1]] * len(keep))
         if output.hidden_states is not None:
-            self._states.add(batch.slots, keep, output.hidden_states)
+            self.states.add(batch.slots, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """Nothing: a forward of stock modules keeps the host busy."""
@@ -57,17 +57,4 @@ class SlotTarget:
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
         self._model.commit(counts, counts)
         if output.hidden_states is not None:
-            self._states.add(slots, counts, output.hidden_states)
-
-    def share_prefill(self, source: int, slot: int, length: int) -> None:
-        """See ``Target.share_prefill``."""
-        self._model.copy_slot(source, [slot], length)
-        self._states.copy(source, slot)
-
-    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
-        """See ``Target.take_features``."""
-        return self._states.take(slots, coming)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the hidden states of ended requests."""
-        self._states.take(slots)
+            self.states.add(slots, counts, output.hidden_states)

@@ -59,5 +59,13 @@ class KeptStates:
             self._pieces[slot] = list(self._pieces[source])
 
     def take(self, slots: Sequence[int], later: Container[int] = ()) -> TakenStates:
-        """What is kept of each slot, and forget it; nothing of those that are asked for later."""
+        """What became known of each slot since the last call, and forget it.
+
+        later: slots whose prompts are not read yet: theirs are kept until they are.
+        """
         return TakenStates([[] if at in later else self._pieces.pop(at, []) for at in slots])
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget the states of ended requests."""
+        for slot in slots:
+            self._pieces.pop(slot, None)

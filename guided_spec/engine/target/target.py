@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -10,14 +10,19 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.slot_target import SlotTarget
-from guided_spec.engine.target.states import TakenStates
+from guided_spec.engine.target.states import KeptStates
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.slot_lm import SlotLM
 
 
 class Target(Protocol):
-    """Verifies drafts and reads prompts; keeps the hidden states a proposer asked for."""
+    """Verifies drafts and reads prompts.
+
+    states: the hidden states that a proposer asked for, of what was read and committed.
+    """
+
+    states: KeptStates
 
     @property
     def launches_at_once(self) -> bool:
@@ -53,24 +58,6 @@ class Target(Protocol):
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own."""
-        ...
-
-    def share_prefill(self, source: int, slot: int, length: int) -> None:
-        """Give ``slot`` the first ``length`` tokens of ``source``.
-
-        A model with a linear state must hold just these in ``source``.
-        """
-        ...
-
-    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
-        """What became known of each slot's hidden states since the last call, and forget it.
-
-        coming: slots whose prompts are not read yet: theirs are kept until they are.
-        """
-        ...
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the hidden states of ended requests."""
         ...
 
 

@@ -253,7 +253,7 @@ class XGrammarMatcher(Matcher):
         return Source(self._own, UNBOUND, self._stops, self._split.leads)
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """See ``Matcher``."""
+        """Note the tokens that xgrammar's matcher has accepted by itself."""
         for token_id in token_ids:
             self._note(token_id)
 

@@ -348,7 +348,7 @@ class CompletingMatcher(WrappedMatcher):
         return found._replace(reach=min(found.reach, reach)) if self._is_free() else None
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """See ``Matcher``."""
+        """Note tokens that were accepted while every token fitted the budget."""
         self._inner.replay(token_ids)
         self._token_ids += token_ids
         self._known += [self._known[-1]] * len(token_ids)

@@ -46,7 +46,8 @@ def steps(own: tabled_requests.TabledRequests) -> None:
 
 def main() -> None:
     made = compile_for(Hopper())
-    for module, name in ((rows, "copy_rows"), (rows, "advance"), (tabled_requests, "advance_committed")):
+    launched = ((rows, "copy_rows"), (rows, "advance"), (tabled_requests, "advance_committed"))
+    for module, name in launched:
         setattr(module, name, getattr(table_rows_triton, name))
     own = tabled_requests.TabledRequests(SIZE, DEPTH, VOCAB_SIZE, None, CPU, 2**24)
     with compiling_ahead():

@@ -21,7 +21,7 @@ SMALL = regex_ebnf("[a-z]{3}")
 
 
 class Backend:
-    """As vLLM's: a compiler with xgrammar's caches."""
+    """As vLLM's: a compiler with xgrammar's caches, which fails where that of 0.2.8 does."""
 
     def __init__(self) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
@@ -31,6 +31,8 @@ class Backend:
 
     def compile_grammar(self, request_type: str, grammar_spec: str) -> Any:
         self.seen.append(self.compiler)
+        if grammar_spec == LARGE and not isinstance(self.compiler, Remembering):
+            raise RuntimeError(CACHE_BUG)  # later releases compile it
         return getattr(self.compiler, f"compile_{request_type}")(grammar_spec)
 
 
