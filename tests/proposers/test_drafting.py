@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from guided_spec.ops.sampling.rejection import dense_probs
@@ -44,6 +44,7 @@ def test_host_draft(lists: list[list[int]]) -> None:
 HOW = st.sampled_from(["one_hot", "wide", "narrow"])
 
 
+@example(left=[[]] * SIZE, right=[[]] * SIZE, left_how="wide", right_how="one_hot")
 @given(left=RAGGED, right=RAGGED, left_how=HOW, right_how=HOW)
 def test_concatenate(
     left: list[list[int]], right: list[list[int]], left_how: str, right_how: str
@@ -51,7 +52,8 @@ def test_concatenate(
     first = changed(host_draft(BATCH, left), left_how, 1)
     second = changed(host_draft(BATCH, right), right_how, 2)
     joined = concatenate(first, second)
-    assert (joined.probs is None) == (left_how == right_how == "one_hot")
+    hows = {left_how, right_how} if any(left) else {right_how}  # nothing to join to otherwise
+    assert (joined.probs is None) == (hows == {"one_hot"})
     drawn = {id(part): dense_probs(part, VOCAB_SIZE) for part in (joined, first, second)}
     assert bool(((joined.token_ids >= 0) & (joined.token_ids < VOCAB_SIZE)).all())
     for row in range(SIZE):
