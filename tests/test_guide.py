@@ -248,8 +248,8 @@ def test_a_text_that_fails_counts_what_its_budget_cut() -> None:
     text.constraint = constraint = Constraint(grammar, TOYS.stop_token_ids)
     fork = constraint.fork()
     for token in (0, 1, 2):
-        assert legal_row(fork.matcher, TOYS.vocab_size).any()
-        assert fork.accept(token)
+        assert legal_row(fork.text, TOYS.vocab_size).any()
+        assert fork.text.accept_token(token)
     assert constraint.commit_ahead([0, 1, 2]) == [0, 1, 2]
     error = NoTokenLeftError("nothing may follow")
     text.end("error", error)

@@ -33,7 +33,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_texts, proven_table, tabled_part
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import TokenTable
-from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.text.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer
 

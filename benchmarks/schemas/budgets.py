@@ -27,9 +27,10 @@ from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.process import frozen_heap
 from guided_spec.errors import BudgetTooSmallError, GrammarError
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import TextState
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer
 
@@ -148,7 +149,7 @@ def follow(
             return "masked"
         if is_loose and not np.array_equal(row, own):
             return "other row"
-    is_kept = isinstance(matcher, CompletingMatcher) and not matcher.has_lost_end
+    is_kept = isinstance(matcher, TextState) and not matcher.has_lost_end
     return "whole" if is_kept else "lost"
 
 

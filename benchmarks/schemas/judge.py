@@ -23,7 +23,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.text.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
 

@@ -111,8 +111,8 @@ def follow(compiled: CompiledGrammar, token_ids: Sequence[int], vocab_size: int)
     for start in range(0, len(token_ids), _DRAFT):
         fork, draft = constraint.fork(), token_ids[start : start + _DRAFT]
         for index, token_id in enumerate(draft):
-            fork.matcher.row_source.fill_next_token_bitmask(rows, index)
-            fork.accept(token_id)
+            fork.text.fill_next_token_bitmask(rows, index)
+            fork.text.accept_token(token_id)
         constraint.commit(draft)
     return time.thread_time() - began
 

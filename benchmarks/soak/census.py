@@ -19,9 +19,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.request import Request
 from guided_spec.engine.runner import EngineWorker
 from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
-from guided_spec.grammar.completion.completion import CompletingMatcher
-from guided_spec.grammar.markers import AfterMatcher
-from guided_spec.grammar.unique_keys import UniqueKeysMatcher
+from guided_spec.grammar.text.state import TextState
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.masks.lookahead import Lookahead
 
@@ -31,9 +29,7 @@ _OF_A_REQUEST = {
     Fork: "forks",
     xgrammar.GrammarMatcher: "matchers of xgrammar",
     LLGuidanceMatcher: "matchers of llguidance",
-    CompletingMatcher: "matchers with a budget",
-    AfterMatcher: "matchers behind a marker",
-    UniqueKeysMatcher: "matchers that know keys",
+    TextState: "texts of grammars",
     Lookahead: "lookaheads",
     DecodeBatch: "batches",
 }

@@ -24,7 +24,7 @@ from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
-from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.text.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer
 

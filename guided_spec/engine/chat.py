@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.markers import BEGINNINGS, FINAL_CHANNEL
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import BEGINNINGS, FINAL_CHANNEL
 from guided_spec.grammar.tools.format import (
     BegunText,
     MarkedText,

@@ -13,9 +13,9 @@ from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestS
 from guided_spec.errors import GrammarError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
 from guided_spec.ops.sampling.adjust import Words

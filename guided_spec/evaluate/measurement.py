@@ -27,9 +27,9 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.engine.process import frozen_heap
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers import DEFAULT_MARKERS
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.text.markers import DEFAULT_MARKERS
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.training.data.records import (
     GRAMMAR_KEYS,

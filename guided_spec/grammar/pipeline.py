@@ -36,13 +36,13 @@ from guided_spec.grammar.document import (
     check_source,
 )
 from guided_spec.grammar.isolation import RuleReader, Workers
-from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError, limit_steps
 from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TEXTS, TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
+from guided_spec.grammar.text.markers import AfterGrammar, Markers
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 

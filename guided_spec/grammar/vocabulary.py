@@ -14,7 +14,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided_spec.errors import ModelError
-from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.text.key_tokens import KeyTokens
 from guided_spec.ops.mask_words import row_of
 
 _LOG = logging.getLogger(__name__)

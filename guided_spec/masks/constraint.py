@@ -1,13 +1,13 @@
-"""One request's state in its grammar: the original matcher, and a fork that runs ahead of it.
+"""One request's text in its grammar: the original, and a fork that is ahead of it by a draft.
 
-The original accepts committed tokens only. The fork accepts drafts; it is made once per request
-and reset by rollback, because forking copies the whole history while rollback does not.
+Both are texts of their own. The original accepts committed tokens only. The fork accepts drafts;
+it is made once per request and rolled back, because to fork copies the whole history while to roll
+back does not.
 
-The committed tokens are the truth. A matcher that disagrees with them is rebuilt from them. The
-fork has seen most of them in its draft; the original reads them all. Where they do not end the
-text, both may do so later, while the next step runs on the device, and some steps later still where
-a table gives the text's state. The fork is not needed there: it is rebuilt when it is needed and
-many tokens have passed.
+The committed tokens are the truth: a text that disagrees with them is made anew. Where they do not
+end the text, original and fork may accept them later, while the next step runs on the device, and
+some steps later still where a table gives the text's state. The fork is not needed there: it is
+copied from the original when it is needed and has missed many tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +15,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import (
-    CompiledGrammar,
-    GrammarMatcher,
-    Matcher,
-    RowSource,
-    Source,
-    as_matcher,
-)
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, RowSource
 from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.text.state import TextState, new_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,44 +50,30 @@ class KeptRow:
 
 
 class Fork:
-    """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
+    """A text, of whose tokens the last ones are a draft and may be taken back.
 
-    excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
-
+    text: committed tokens, and the draft. start: how many of them are committed.
     kept: the row of the committed text, where that was filled before; None where it was not.
     clock: returns seconds. seconds: that its text took in this step. cpu_seconds: those of them
     that are known to be the CPU's.
-
-    After ``begin`` only the library's own matcher advances, as long as it may: the wrappers around
-    it cost more than it does, and get the tokens when ``matcher`` is read.
     """
 
-    def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
-        self._matcher = as_matcher(matcher)
-        self._excluded = excluded
-        self.token_ids: list[int] = []
+    def __init__(self, text: TextState, start: int = 0) -> None:
+        self.text = text
+        self.start = start
         self.kept: KeptRow | None = None
         self.clock: Callable[[], float] = time.perf_counter
         self.seconds = self.cpu_seconds = 0.0
-        self._source: Source | None = None  # goes alone
-        self._pending: list[int] = []  # what it took, committed tokens among them
 
     @property
-    def matcher(self) -> Matcher:
-        """The matcher, after the draft."""
-        if self._source is not None:
-            self._synchronize()
-        return self._matcher
-
-    @matcher.setter
-    def matcher(self, matcher: Matcher) -> None:
-        self._synchronize()
-        self._matcher = matcher
+    def token_ids(self) -> list[int]:
+        """The draft."""
+        return self.text.token_ids[self.start :]
 
     @property
-    def is_alone(self) -> bool:
-        """Whether a library's own matcher goes alone: no budget has decided anything since."""
-        return self._source is not None
+    def depth(self) -> int:
+        """Tokens of the draft."""
+        return len(self.text.token_ids) - self.start
 
     @property
     def is_timed(self) -> bool:
@@ -102,54 +81,18 @@ class Fork:
         return self.clock is time.thread_time
 
     @property
-    def is_terminated(self) -> bool:
-        """Whether the last token ended the text."""
-        if self._source is None:
-            return self._matcher.is_terminated()
-        return bool(self._pending) and self._pending[-1] in self._source.stops
+    def row_source(self) -> RowSource:
+        """What fills the next row."""
+        return self.text if self.kept is None or self.depth else self.kept
 
     @property
-    def row_source(self) -> RowSource:
-        """See ``Matcher``; of what fills the next row nothing else is asked."""
-        if self.kept is not None and not self.token_ids:
-            return self.kept
-        return self._matcher.row_source if self._source is None else self._source.matcher
+    def own_matcher(self) -> GrammarMatcher | None:
+        """As its text has it; None where the row is there already."""
+        return self.text.own_matcher if self.kept is None or self.depth else None
 
-    def begin(self) -> None:
-        """What is accepted next is a draft."""
-        if self._source is None or len(self._pending) >= self._source.reach:
-            self._synchronize()
-            source = self._matcher.source()
-            self._source = source if source is not None and source.reach > 0 else None
-
-    def accept(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, when the grammar refuses it."""
-        if token_id in self._excluded:
-            return False
-        source = self._source
-        if source is not None and len(self._pending) >= source.reach:
-            self.begin()
-            source = self._source
-        if not (self._matcher if source is None else source.matcher).accept_token(token_id):
-            return False
-        self.token_ids.append(token_id)
-        if source is not None:
-            self._pending.append(token_id)
-            if token_id in source.leads:
-                self._synchronize()
-        return True
-
-    def rollback_to(self, length: int) -> None:
-        """Go back until only the first ``length`` tokens of the draft are left."""
-        surplus = len(self.token_ids) - length
-        if surplus <= 0:
-            return
-        if self._source is not None and surplus <= len(self._pending):
-            self._source.matcher.rollback(surplus)
-            del self._pending[-surplus:]
-        else:
-            self.matcher.rollback(surplus)
-        del self.token_ids[length:]
+    def rollback_to(self, depth: int) -> None:
+        """Go back until only the first ``depth`` tokens of the draft are left."""
+        self.text.rollback_to(self.start + depth)
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Accept ``token_ids`` in place of the draft, as far as the grammar allows them.
@@ -157,33 +100,17 @@ class Fork:
         Returns how many of them it took: it stops at one that is refused, and at the text's end.
         """
         agreed = 0
-        for wanted, ahead in zip(token_ids, self.token_ids, strict=False):
-            if wanted != ahead:
+        for wanted, drafted in zip(token_ids, self.token_ids, strict=False):
+            if wanted != drafted:
                 break
             agreed += 1
         self.rollback_to(agreed)
-        rest = token_ids[agreed:]
-        if not self._excluded.isdisjoint(rest):
-            rest = list(takewhile(lambda token_id: token_id not in self._excluded, rest))
-        if self._source is None:
-            self.token_ids += rest[: self._matcher.read(rest)]
-        else:
-            for token_id in rest:
-                if self.is_terminated or not self.accept(token_id):
-                    break
-        return len(self.token_ids)
+        return agreed + self.text.accept_tokens(token_ids[agreed:])
 
     def commit(self) -> None:
-        """What the fork is ahead by is committed: it cannot be taken back any more."""
-        self.token_ids.clear()
+        """The draft is committed: it cannot be taken back any more."""
+        self.start = len(self.text.token_ids)
         self.kept = None
-
-    def _synchronize(self) -> None:
-        """Bring the matcher to where its source went."""
-        self._source = None
-        if self._pending:
-            self._matcher.replay(self._pending)
-            self._pending = []
 
 
 class Constraint:
@@ -205,11 +132,9 @@ class Constraint:
         self.steered: list[int] = []
         self.resyncs = 0
         self.has_lost_end = False
-        self._original = as_matcher(compiled.new_matcher())
+        self._original = new_text(compiled)
         self.is_terminated = self._original.is_terminated()
-        self._fork = Fork(self._original.fork(), compiled.excluded)
-        self._may_fail = self._original.may_fail
-        self._num_read = self._num_fork_read = 0  # committed tokens that the two have read
+        self._fork = Fork(self._original.fork())
         self._place: TableState | None = None  # of the committed text, as long as that is enough
         self._failure: GrammarStateError | None = None
 
@@ -251,7 +176,7 @@ class Constraint:
     @property
     def num_tabled(self) -> int:
         """Committed tokens that a table judged, and no matcher was asked about."""
-        unread = 0 if self._place is None else len(self.committed) - self._num_read
+        unread = 0 if self._place is None else len(self._unread)
         return self._original.num_tabled + unread
 
     def table_state(self, ahead: int) -> TableState | None:
@@ -264,7 +189,7 @@ class Constraint:
             return None
         place = self._place
         if place is None or (place.room < ahead and not place.reaches(ahead)):
-            place, unread = self._original.table_state(), self.committed[self._num_read :]
+            place, unread = self._original.table_state(), self._unread
             is_there = place is not None and place.advance(unread) and place.reaches(ahead)
             self._place = place = place if is_there else None
         return place
@@ -273,8 +198,8 @@ class Constraint:
         """Whether the committed text is complete: it has ended, or a stop token may come next."""
         if self._read_committed() is not None:
             return False
-        matcher = self._original
-        return matcher.is_terminated() or any(map(matcher.fork().accept_token, self._ends or ()))
+        text = self._original
+        return text.is_terminated() or any(map(text.fork().accept_token, self._ends or ()))
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
@@ -283,54 +208,52 @@ class Constraint:
         self._advance_fork()
         fork = self._fork
         fork.rollback_to(0)
-        fork.begin()
         fork.seconds, fork.cpu_seconds = fork.clock() - began, 0.0
         return fork
 
     def prepare(self, num_words: int) -> None:
-        """Bring both matchers to the end of the committed text, and fill the row after it.
+        """Bring original and fork to the end of the committed text, and fill the row after it.
 
         num_words: W of the row. May be called on another thread than those of the steps, while
         nobody else calls anything of this constraint.
         """
         fork = self.fork()
         self._read_committed()
-        if self._failure is None and not fork.is_terminated:
+        if self._failure is None and not fork.text.is_terminated():
             row = torch.full((1, num_words), -1, dtype=torch.int32)
-            fork.row_source.fill_next_token_bitmask(row, 0)
+            fork.text.fill_next_token_bitmask(row, 0)
             fork.kept = KeptRow(row[0])
 
     def commit(self, token_ids: Sequence[int]) -> list[int]:
         """Advance the original; returns the tokens up to the one that ended the text.
 
-        Where a matcher refuses a token, both are rebuilt once from the committed tokens and asked
-        again. Raises GrammarStateError when the new one refuses a token too: the text is then no
-        longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
+        Where original or fork refuses a token, both are made anew from the committed tokens and
+        asked again. Raises GrammarStateError when the new one refuses a token too: the text is then
+        no longer inside the grammar, and the request cannot go on. So it is where the library's
+        matcher is at fault.
         """
         if (failure := self._read_committed()) is not None:
             raise failure
         original, fork = self._original, self._fork
-        taken = list(token_ids[: original.read(token_ids)])
-        if self._may_fail:
-            _require_working(original, fork.matcher)
+        taken = list(token_ids[: original.accept_tokens(token_ids)])
+        _require_working(original, fork.text)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
             is_refused
             or fork.advance(taken) < len(taken)
             # A fork that takes the text for complete fills no more masks: nothing would be illegal.
-            or fork.is_terminated != original.is_terminated()
+            or fork.text.is_terminated() != original.is_terminated()
         ):
             taken = self._resync(token_ids)
         start = len(self.committed)
         self.committed.extend(taken)
-        self._num_read = self._num_fork_read = len(self.committed)
         self._place = None
         self.is_terminated = self._original.is_terminated()
-        self._commit_fork(fork, start)
+        self._commit_fork(start)
         return taken
 
     def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
-        """``commit``, but the matchers read the tokens later: the fork when it is asked for.
+        """``commit``, but original and fork accept the tokens later.
 
         So it costs next to nothing. Only where no token can end the text; every other text is
         committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
@@ -341,10 +264,11 @@ class Constraint:
             self._read_committed()
         if self._failure is not None:
             raise self._failure
-        if place is None or self._may_fail or not place.advance(token_ids):
+        may_fail = self._original.may_fail
+        if place is None or may_fail or not place.advance(token_ids):
             self._place = None
             may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
-            if may_end or self._may_fail or not token_ids:
+            if may_end or may_fail or not token_ids:
                 return self.commit(token_ids)
         self.committed.extend(token_ids)
         return list(token_ids)
@@ -355,16 +279,15 @@ class Constraint:
             return
         length = len(self.committed) - count
         del self.committed[length:]
-        self._num_read = self._num_fork_read = length
-        self._fork.rollback_to(0)
-        for matcher in (self._original, self._fork.matcher):
-            matcher.rollback(count)
+        for text in (self._original, self._fork.text):
+            text.rollback_to(length)
+        self._fork.start = length
         self._place = None
         self.steered = [at for at in self.steered if at < length]
         self.is_terminated = self._original.is_terminated()
 
     def restart(self, length: int) -> None:
-        """Rebuild both matchers, after the first ``length`` committed tokens.
+        """Make original and fork anew, after the first ``length`` committed tokens.
 
         For a step that raised, which may have left them in any state. Raises GrammarStateError
         where a new matcher refuses one of these tokens.
@@ -375,10 +298,10 @@ class Constraint:
         self._resync(())
 
     def catch_up(self) -> GrammarStateError | None:
-        """Bring both matchers to the end of the committed text; returns why that cannot be.
+        """Bring original and fork to the end of the committed text; returns why that cannot be.
 
-        Where one refuses a token, both are rebuilt, as by ``commit``. Those of a text whose table
-        gives its state may lag.
+        Where one refuses a token, both are made anew, as by ``commit``. They may lag in a text
+        whose table gives its state.
         """
         if self._place is None:
             fork = self._fork
@@ -386,7 +309,7 @@ class Constraint:
             self._read_committed()
             fork = self._fork
             fork.seconds += fork.clock() - began
-        elif len(self.committed) - self._num_read >= MOST_UNREAD:
+        elif len(self._unread) >= MOST_UNREAD:
             self._advance_original()  # nobody may ever ask for the fork
         return self._failure
 
@@ -396,54 +319,55 @@ class Constraint:
         self._advance_original()
         return self._failure
 
+    @property
+    def _unread(self) -> list[int]:
+        """Committed tokens that the original has not accepted yet."""
+        return self.committed[len(self._original.token_ids) :]
+
     def _advance_original(self) -> None:
         """Bring the original to the end of the committed text."""
-        behind = self.committed[self._num_read :]
-        if behind:
-            self._num_read = len(self.committed)
-            is_refused = self._original.read(behind) < len(behind)
+        unread = self._unread
+        if unread:
+            is_refused = self._original.accept_tokens(unread) < len(unread)
             if is_refused or self._original.is_terminated():
                 self._rebuild()
 
     def _advance_fork(self) -> None:
         """Bring the fork to the end of the committed text."""
-        start = self._num_fork_read
-        behind = self.committed[start:]
-        if not behind:
+        fork, start = self._fork, self._fork.start
+        unread = self.committed[start:]
+        if not unread:
             return
-        self._num_fork_read = len(self.committed)
-        fork, is_refused = self._fork, False
-        if fork.token_ids or len(behind) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
-            is_refused = fork.advance(behind) < len(behind)
+        is_refused = False
+        if fork.depth or len(unread) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
+            is_refused = fork.advance(unread) < len(unread)
+            self._commit_fork_safely(start)
         else:  # it has no draft: one of the original's stands there, too
-            self._commit_fork_safely(fork, start)
+            self._commit_fork_safely(start)
             self._advance_original()
-            fork = self._fork
-            fork.matcher = self._original.fork()
-        self._commit_fork_safely(fork, start)
-        if is_refused or fork.is_terminated:
+            self._fork.text = self._original.fork()
+            self._commit_fork_safely(start)
+        if is_refused or fork.text.is_terminated():
             self._rebuild()
 
-    def _commit_fork_safely(self, fork: Fork, start: int) -> None:
+    def _commit_fork_safely(self, start: int) -> None:
         """``_commit_fork`` of a text that is committed; why that cannot be is kept."""
         try:
-            self._commit_fork(fork, start)
+            self._commit_fork(start)
         except GrammarStateError as error:
             self._failure = error
 
-    def _commit_fork(self, fork: Fork, start: int) -> None:
-        """Commit the draft of ``fork``, from ``start`` on.
+    def _commit_fork(self, start: int) -> None:
+        """Commit the draft of the fork, from ``start`` on.
 
         It filled the rows, and still knows those of the committed path. Raises GrammarStateError
         where it knows no path to the end of a text that must be complete.
         """
-        fork.commit()
-        if fork.is_alone:
-            return
-        matcher = fork.matcher
-        if steered := matcher.steered:
+        self._fork.commit()
+        text = self._fork.text
+        if steered := text.steered:
             self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
-        if matcher.has_lost_end and not self.has_lost_end:
+        if text.has_lost_end and not self.has_lost_end:
             self._lose_end("no path to the end of the text within max_tokens is known")
 
     def _lose_end(self, reason: str) -> None:
@@ -462,38 +386,37 @@ class Constraint:
             self._failure = error
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
-        """Rebuild both matchers and bring them to the end of ``token_ids``; returns these."""
-        text = [*self.committed, *token_ids]
-        matcher = as_matcher(self.compiled.new_matcher())
-        end = self._read(matcher, text)
-        if end < len(text) and (budget := matcher.budget) is not None:
+        """Make both anew and bring them to the end of ``token_ids``; returns these."""
+        wanted = [*self.committed, *token_ids]
+        text = new_text(self.compiled)
+        end = self._accept(text, wanted)
+        if end < len(wanted) and (budget := text.budget) is not None:
             # The budget is what refuses it, perhaps: the text goes on without one.
-            own, refused = as_matcher(budget.grammar.new_matcher()), text[end]
-            if self._read(own, text) == len(text):
+            own, refused = new_text(budget.grammar), wanted[end]
+            if self._accept(own, wanted) == len(wanted):
                 self._lose_end(f"the budget refuses token {refused}, which its row allowed")
-                self.compiled, matcher, end = budget.grammar, own, len(text)
-        if end < len(text):
-            reason = f"the grammar refuses token {text[end]} at output position {end}"
+                self.compiled, text, end = budget.grammar, own, len(wanted)
+        if end < len(wanted):
+            reason = f"the grammar refuses token {wanted[end]} at output position {end}"
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
-        self._original, self._may_fail = matcher, matcher.may_fail
-        self.is_terminated = matcher.is_terminated()
-        before, self._fork = self._fork, Fork(matcher.fork(), self.compiled.excluded)
+        self._original = text
+        self.is_terminated = text.is_terminated()
+        before, self._fork = self._fork, Fork(text.fork(), len(self.committed))
         self._fork.clock, self._fork.seconds = before.clock, before.seconds
-        self._num_read = self._num_fork_read = len(self.committed)
         self._place = None
         self.resyncs += 1
-        return text[len(self.committed) : end]
+        return wanted[len(self.committed) : end]
 
-    def _read(self, matcher: Matcher, text: list[int]) -> int:
-        """How many tokens of ``text`` a new matcher takes; what follows its end is cut off."""
-        end = matcher.read(text)
-        _require_working(matcher)
-        if matcher.is_terminated() and end >= len(self.committed):
-            del text[end:]
+    def _accept(self, text: TextState, wanted: list[int]) -> int:
+        """How many tokens of ``wanted`` a new text takes; what follows its end is cut off."""
+        end = text.accept_tokens(wanted)
+        _require_working(text)
+        if text.is_terminated() and end >= len(self.committed):
+            del wanted[end:]
         return end
 
 
-def _require_working(*matchers: Matcher) -> None:
-    for matcher in matchers:
-        if matcher.fault is not None:
-            raise GrammarStateError(matcher.fault)
+def _require_working(*texts: TextState) -> None:
+    for text in texts:
+        if text.fault is not None:
+            raise GrammarStateError(text.fault)

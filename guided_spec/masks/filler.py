@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
+from guided_spec.grammar.text.state import TextState
 from guided_spec.home import once_per_process
 from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
@@ -52,7 +53,7 @@ class RequestDraft:
         self.limit = self.until = limit
         self.drafted: list[int] = []
         self.filled = 0
-        self.has_ended = fork is not None and fork.is_terminated
+        self.has_ended = fork is not None and fork.text.is_terminated()
         self.is_open = limit > 0 and not self.has_ended
         self.is_paused = False
         self.stops: frozenset[int] | None = None
@@ -88,9 +89,9 @@ class RequestDraft:
         if self.stops is not None:
             self.has_ended = token_id in self.stops
         elif fork is not None:
-            if not fork.accept(token_id):
+            if not fork.text.accept_token(token_id):
                 return False
-            self.has_ended = fork.is_terminated
+            self.has_ended = fork.text.is_terminated()
         self.drafted.append(token_id)
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
@@ -116,7 +117,7 @@ class RequestDraft:
     def take(self, fork: Fork) -> None:
         """From here on the fork goes with the draft, of which there is nothing yet."""
         self.fork = fork
-        if fork.is_terminated:  # it disagrees with its text, which fails at the commit
+        if fork.text.is_terminated():  # it disagrees with its text, which fails at the commit
             self.end()
 
     def end(self) -> None:
@@ -226,11 +227,10 @@ class RowFiller:
         assert fork is not None
         began = fork.clock()
         # Tokens may have been appended unfilled: back to the first missing row, and up again.
-        if len(fork.token_ids) > draft.filled:
-            fork.rollback_to(draft.filled)
+        fork.rollback_to(draft.filled)
         for depth in range(draft.filled, len(draft.drafted)):
             self._rows.fill(fork.row_source, draft.request, depth)
-            fork.accept(draft.drafted[depth])
+            fork.text.accept_token(draft.drafted[depth])
             draft.filled = depth + 1
         if draft.num_missing:
             self._rows.fill(fork.row_source, draft.request, len(draft.drafted))
@@ -242,7 +242,7 @@ class RowFiller:
     def _fill_together(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
         """Every draft's next missing row, then the row after that, ..."""
         for draft in drafts:
-            if draft.fork is not None and len(draft.fork.token_ids) > draft.filled:
+            if draft.fork is not None:
                 draft.fork.rollback_to(draft.filled)
         while drafts:
             began = time.perf_counter()
@@ -251,7 +251,7 @@ class RowFiller:
             for draft in drafts:
                 at, draft.filled = draft.filled, draft.filled + 1
                 if at < len(draft.drafted) and draft.fork is not None:
-                    draft.fork.accept(draft.drafted[at])
+                    draft.fork.text.accept_token(draft.drafted[at])
                     if draft.num_missing:
                         left.append(draft)
             seconds = time.perf_counter() - began
@@ -265,16 +265,22 @@ class RowFiller:
         """One row of each draft: xgrammar's in one call, others one by one."""
         matchers: list[Any] = []
         cells: list[tuple[int, int]] = []
+        restricted: list[tuple[TextState, int, int]] = []
         for draft in drafts:
-            assert draft.fork is not None
-            source = draft.fork.row_source
-            if batch.takes(source):
-                matchers.append(source)
-                cells.append((draft.request, draft.filled))
-            else:
-                self._rows.fill(source, draft.request, draft.filled)
+            fork, cell = draft.fork, (draft.request, draft.filled)
+            assert fork is not None
+            matcher = fork.own_matcher
+            if not batch.takes(matcher):
+                self._rows.fill(fork.row_source, *cell)
+                continue
+            matchers.append(matcher)
+            cells.append(cell)
+            if fork.text.is_restricted:
+                restricted.append((fork.text, *cell))
         if matchers:
             self._rows.fill_many(batch, matchers, cells)
+        for text, request, depth in restricted:
+            text.restrict(self._rows.words(request, depth))
 
 
 @cache

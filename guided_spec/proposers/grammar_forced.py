@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer, ProposerContext
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.completion.completion import without_budget
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.text.row_filter import Probe
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
@@ -123,7 +123,7 @@ class GrammarForced(Proposer):
             style = _Style(constraint)
             self._styles[batch.slots[request]] = style
         forced = style.find(self._search, drafted)
-        return self._search.find(without_budget(fork.matcher), row) if forced is None else forced
+        return self._search.find(fork.text.without_budget(), row) if forced is None else forced
 
 
 class _Known(NamedTuple):
@@ -159,7 +159,7 @@ class ForcedSearch:
         self._bit_positions = positions
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
-    def find(self, matcher: GrammarMatcher, row: NDArray[np.int32] | None = None) -> Forced:
+    def find(self, matcher: GrammarMatcher | Probe, row: NDArray[np.int32] | None = None) -> Forced:
         """What must come next, at most ``LONGEST_TEXT`` bytes; the matcher is left where it was.
 
         row: the matcher's mask, int32 [W], where it is known already.
@@ -190,7 +190,7 @@ class ForcedSearch:
             return ()
         return tuple(token for token in self._stops if admitted >> self._bit_positions[token] & 1)
 
-    def _fill(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def _fill(self, matcher: GrammarMatcher | Probe) -> NDArray[np.int32]:
         matcher.fill_next_token_bitmask(self._row, 0)
         row: NDArray[np.int32] = self._row[0]
         return row

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers import Marker
+from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.lookahead import Turn
 from guided_spec.ops.sampling.logprobs import PositionProbs

@@ -15,8 +15,8 @@ from guided_spec.errors import BudgetTooSmallError, ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion import rule_endings as completion_states
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import probe
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import SamplingParams
@@ -150,7 +150,7 @@ def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.Monk
         letter, space = (int(llm.vocabulary.single_byte_ids[byte]) for byte in b"a ")
         state = endings.start
         while not endings.is_filling_up:
-            state = endings.after(state, (letter, space), as_matcher(compiled.new_matcher()))
+            state = endings.after(state, (letter, space), probe(compiled.new_matcher()))
             assert state is not None
         assert llm._endings.of(compiled) is not endings
         params = [

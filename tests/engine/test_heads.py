@@ -330,7 +330,7 @@ def check_original(constraint: Constraint, output: list[int]) -> None:
     """
     assert constraint.catch_up() is None
     assert constraint.committed == output
-    num_read = constraint._num_read
+    num_read = len(constraint._original.token_ids)
     assert num_read == len(output) or constraint.table_state(0) is not None
     matcher = constraint.compiled.new_matcher()
     assert all(matcher.accept_token(token) for token in output[:num_read])

@@ -12,9 +12,9 @@ from guided_spec import step
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.masks.constraint import Constraint, Fork
+from guided_spec.grammar.text.state import TextState
+from guided_spec.masks.constraint import Constraint
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_tokenizer
@@ -32,11 +32,18 @@ BROKEN = 1  # the request whose matcher breaks
 
 
 def forget(constraint: Constraint) -> None:
-    constraint._original = as_matcher(constraint.compiled.new_matcher())
+    rewind(constraint._original)
 
 
 def forget_fork(constraint: Constraint) -> None:
-    constraint._fork = Fork(constraint.compiled.new_matcher(), constraint.compiled.excluded)
+    constraint._fork.rollback_to(0)
+    rewind(constraint._fork.text)
+
+
+def rewind(text: TextState) -> None:
+    """The library's matcher is at the start again, and nobody knows."""
+    assert text.own_matcher is not None
+    text.own_matcher.rollback(len(text.token_ids))
 
 
 def change_grammar(constraint: Constraint) -> None:

@@ -13,11 +13,11 @@ import pytest
 from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
 from guided_spec.grammar.document import GrammarLimits, SpecDocument
-from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import MaybeUnique
+from guided_spec.grammar.text.markers import Markers
+from guided_spec.grammar.text.unique_keys import MaybeUnique
 from tests.grammar.hostile import Compiled
 from tests.masks.walks import BYTES, accepts
 

@@ -27,9 +27,9 @@ from guided_spec.grammar.completion.endings import UnreadableGrammarError
 from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.document import GrammarLimits
-from guided_spec.grammar.markers import AfterGrammar
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import AfterGrammar
 from tests.grammar.completion.spelled import MARKERS, SPELLED
 from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large
 from tests.masks.walks import BYTES, accepts

@@ -24,13 +24,14 @@ from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
-from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.document import GrammarLimits
-from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import Markers
+from guided_spec.grammar.text.state import TextState
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.test_completion import check_agreement, legal
 from tests.tiers import examples
@@ -148,7 +149,7 @@ def walk(spec: GrammarSpec, wrapper: str, dice: random.Random, slack: int) -> No
     budget = least + slack
     matcher = endings().bound(compiled, budget, is_required=True).new_matcher()
     plain = compiled.new_matcher()
-    assert isinstance(matcher, CompletingMatcher)
+    assert isinstance(matcher, TextState)
     for length in range(budget + 1):
         if matcher.is_terminated():
             break

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.text.state import new_text
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.ops.mask_words import num_mask_words
 from tests.toys import EOS, VOCAB_SIZE, ToyCompiled, ToyMatcher, hashed_rule, text_rule
 
 
 def matchers(constraint: Constraint) -> tuple[ToyMatcher, ToyMatcher]:
-    original, fork = constraint._original, constraint._fork.matcher
+    original, fork = constraint._original.own_matcher, constraint._fork.text.own_matcher
     assert isinstance(original, ToyMatcher)
     assert isinstance(fork, ToyMatcher)
     return original, fork
@@ -46,7 +47,7 @@ def test_drafts_never_move_the_original(
         fork = constraint.fork()
         for pick in picks:
             if not ahead.is_terminated():
-                fork.accept(sorted(ahead.legal())[pick % len(ahead.legal())])
+                fork.text.accept_token(sorted(ahead.legal())[pick % len(ahead.legal())])
         assert original.tokens == committed
         assert ahead.tokens == committed + fork.token_ids
         taken = fork.token_ids[:agreed]
@@ -69,15 +70,15 @@ def test_fork_takes_everything_back(seed: int, picks: list[int]) -> None:
     for token in legal_walk(seed, picks):
         assert constraint.fork() is constraint._fork
         assert ahead.tokens == []
-        constraint._fork.accept(token)
+        constraint._fork.text.accept_token(token)
 
 
 def test_refused_tokens_change_nothing() -> None:
-    fork = Fork(ToyCompiled(text_rule([b"ab"])).new_matcher())
-    assert not fork.accept(1)
+    fork = Fork(new_text(ToyCompiled(text_rule([b"ab"]))))
+    assert not fork.text.accept_token(1)
     assert fork.token_ids == []
-    assert fork.accept(0)
-    assert fork.accept(1)
+    assert fork.text.accept_token(0)
+    assert fork.text.accept_token(1)
     fork.rollback_to(1)
     fork.rollback_to(5)
     assert fork.token_ids == [0]
@@ -140,7 +141,7 @@ def test_matchers_that_forget_are_rebuilt(
                 del matcher.tokens[data.draw(st.integers(0, done - 1)) :]
         fork = constraint.fork()
         for token in WALK[done : done + drafted]:
-            fork.accept(token)
+            fork.text.accept_token(token)
         taken = WALK[done : done + length]
         assert constraint.commit(taken) == taken
         expected += bool(lost and taken)
@@ -159,7 +160,7 @@ def test_a_matcher_that_refuses_once_is_rebuilt() -> None:
         matcher.compiled = broken
     assert constraint.commit([0]) == [0]
     assert constraint.resyncs == 1
-    assert constraint.fork().accept(1)
+    assert constraint.fork().text.accept_token(1)
     assert constraint.commit([1, EOS, 3]) == [1, EOS]
     assert constraint.resyncs == 1
 
@@ -213,9 +214,9 @@ def test_matchers_that_read_later_change_nothing(
         fork = later.fork()
         assert matchers(later)[1].tokens == later.committed
         for pick in picks:
-            if not fork.matcher.is_terminated():
+            if not fork.text.is_terminated():
                 options = sorted(rule((*later.committed, *fork.token_ids)))
-                fork.accept(options[pick % len(options)])
+                fork.text.accept_token(options[pick % len(options)])
         taken = fork.token_ids[:agreed]
         for pick in others:
             options = sorted(rule((*later.committed, *taken))) if EOS not in taken else [3]
@@ -315,12 +316,12 @@ def test_a_row_that_was_prepared_is_the_matchers(
     forks = [constraint.fork() for constraint in (plain, prepared)]
     assert row_of(forks[0]) == row_of(forks[1])
     for pick in draft:  # behind it the matcher is asked
-        if forks[0].is_terminated:
+        if forks[0].text.is_terminated():
             break
         _, ahead = matchers(plain)
         token = sorted(ahead.legal())[pick % len(ahead.legal())]
-        assert [fork.accept(token) for fork in forks] == [True, True]
-        if not forks[0].is_terminated:
+        assert [fork.text.accept_token(token) for fork in forks] == [True, True]
+        if not forks[0].text.is_terminated():
             assert row_of(forks[0]) == row_of(forks[1])
     again = [constraint.fork() for constraint in (plain, prepared)]
     assert row_of(again[0]) == row_of(again[1])
@@ -339,7 +340,7 @@ def test_it_restarts_from_its_tokens(
     constraint = Constraint(ToyCompiled(hashed_rule(seed)))
     constraint.commit_ahead(tokens)
     for pick in draft:
-        constraint.fork().accept(pick)
+        constraint.fork().text.accept_token(pick)
     constraint.restart(length)
     original, ahead = matchers(constraint)
     assert constraint.committed == original.tokens == ahead.tokens == tokens[:length]

@@ -103,13 +103,13 @@ class LookaheadMachine(RuleBasedStateMachine):
         for request, constraint in enumerate(self.constraints):
             if constraint is None:
                 continue
-            original, fork = constraint._original, constraint._fork.matcher
-            has_read = constraint._num_fork_read == len(constraint.committed)
+            original, fork = constraint._original.own_matcher, constraint._fork.text.own_matcher
+            has_read = constraint._fork.start == len(constraint.committed)
             is_there = has_read and not self.step._is_asleep
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
-                read = constraint._num_read
+                read = len(constraint._original.token_ids)
                 assert original.tokens == self.committed[request][:read]
                 assert not is_there or fork.tokens == self.text(request)
                 assert max(original.compiled.fills.values(), default=0) <= 1
@@ -321,7 +321,7 @@ def test_forks_are_asked_for_when_they_are_needed() -> None:
     lookahead.advance(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
     lookahead.start()
     assert lookahead.is_open == [True]
-    assert constraint._fork.matcher.tokens == []  # type: ignore[attr-defined]
+    assert constraint._fork.text.token_ids == []
     masks = lookahead.finish(0)
     assert masks is not None
     assert masks[0, :, 0].tolist() == [1 << 1]
@@ -333,8 +333,10 @@ def test_a_fork_that_has_parted_from_its_text_concerns_no_other() -> None:
     broken, healthy = constraints
     for constraint in constraints:
         assert constraint.commit_ahead([0]) == [0]
-    broken._fork.matcher.tokens = [0, 1, EOS]  # type: ignore[attr-defined]
-    broken._fork.token_ids = [0]
+    matcher = broken._fork.text.own_matcher
+    assert isinstance(matcher, ToyMatcher)
+    matcher.tokens = [0, 1, EOS]
+    broken._fork.text.token_ids[:] = [0]
     broken.compiled = ToyCompiled(text_rule([b"b"]))  # so does what it is made anew from
     lookahead = Lookahead.fork(constraints, MaskRows(2, DEPTHS, VOCAB_SIZE, CPU), [2, 2])
     masks = lookahead.finish(0)

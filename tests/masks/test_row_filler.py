@@ -19,9 +19,9 @@ from torch import Tensor
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers import AfterGrammar, Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import AfterGrammar, Marker
 from guided_spec.masks import filler as row_filler
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.filler import RequestDraft, RowFiller
@@ -100,14 +100,14 @@ def legal_tokens(constraint: Constraint, picks: Sequence[int]) -> list[int]:
     tokens: list[int] = []
     row = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     for pick in picks:
-        if fork.matcher.is_terminated():
+        if fork.text.is_terminated():
             break
-        fork.matcher.fill_next_token_bitmask(row)
+        fork.text.fill_next_token_bitmask(row)
         legal = unpack_bitmask(torch.from_numpy(row)[0], VOCAB_SIZE).nonzero()[:, 0].tolist()
         if not legal:
             break
         tokens.append(legal[pick % len(legal)])
-        assert fork.accept(tokens[-1])
+        assert fork.text.accept_token(tokens[-1])
     fork.rollback_to(0)
     return tokens
 
@@ -119,7 +119,7 @@ def filled(case: Case, threads: int) -> Tensor:
         assert draft.num_missing == 0
         if draft.fork is not None:  # the forks stand where they stood
             assert draft.fork.token_ids == draft.drafted
-            assert draft.fork.matcher.is_terminated() == draft.has_ended
+            assert draft.fork.text.is_terminated() == draft.has_ended
     return case.rows.first(len(drafts), DEPTHS).clone()
 
 
@@ -140,9 +140,9 @@ def test_many_threads_fill_what_one_fills(
         fork = constraint.fork()
         expected = torch.full_like(alone[at], -1)
         for depth, token in enumerate([*case.drafts[at][: DEPTHS - 1], None]):
-            if not fork.matcher.is_terminated():
-                fork.matcher.fill_next_token_bitmask(expected, depth)
-            assert token is None or fork.accept(token)
+            if not fork.text.is_terminated():
+                fork.text.fill_next_token_bitmask(expected, depth)
+            assert token is None or fork.text.accept_token(token)
         assert torch.equal(alone[at], expected)
 
 
@@ -172,7 +172,7 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
     RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
-    sources = [XGrammarBatch.takes(w.fork.matcher.row_source) for w in drafts if w.fork]
+    sources = [XGrammarBatch.takes(w.fork.own_matcher) for w in drafts if w.fork]
     assert sources == [True, True, True, False, False, False, False, False]
 
 

@@ -167,7 +167,7 @@ def test_contract(
     assert set(fills.values()) <= {1}
     for rule, constraint, row in zip(RULES, batch.constraints, lookahead.drafted, strict=True):
         if rule is not None and constraint is not None:
-            original, fork = constraint._original, constraint._fork.matcher
+            original, fork = constraint._original.own_matcher, constraint._fork.text.own_matcher
             assert isinstance(original, ToyMatcher)
             assert isinstance(fork, ToyMatcher)
             assert original.tokens == []

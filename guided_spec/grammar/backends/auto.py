@@ -28,7 +28,7 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.schema.lowered import is_narrowed
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
-from guided_spec.grammar.unique_keys import MaybeUnique
+from guided_spec.grammar.text.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary

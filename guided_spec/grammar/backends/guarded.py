@@ -26,13 +26,13 @@ from guided_spec.grammar.protocol import (
     GrammarBackend,
     GrammarMatcher,
     Matcher,
-    as_matcher,
     legal_row,
 )
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.text.state import TextState
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, num_mask_words
 
@@ -369,6 +369,7 @@ class _RandomText:
 
     def _require(self, rule: str, holds: object, matcher: GrammarMatcher | None = None) -> None:
         """matcher: whose answer this is, if not the original's."""
-        fault = as_matcher(self._matcher if matcher is None else matcher).fault
+        asked = self._matcher if matcher is None else matcher
+        fault = asked.fault if isinstance(asked, Matcher | TextState) else None
         if fault is not None or not holds:
             raise AssertionError(f"after the tokens {self.tokens}: {fault or rule}")

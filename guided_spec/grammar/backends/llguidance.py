@@ -43,7 +43,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
-from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
+from guided_spec.grammar.text.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, ids_of
 

@@ -18,12 +18,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
-from guided_spec.grammar.protocol import (
-    GrammarMatcher,
-    Matcher,
-    Source,
-    require_first_token,
-)
+from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
@@ -31,7 +26,9 @@ from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
-from guided_spec.grammar.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
+from guided_spec.grammar.text.row_filter import Mark, Probe
+from guided_spec.grammar.text.state import TextParts, TextState
+from guided_spec.grammar.text.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import SplitSurrogates, Vocabulary
 
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
@@ -200,111 +197,96 @@ class XGrammarGrammar:
         """What ``XGrammarBackend.rebuild`` takes; None where it was compiled by somebody else."""
         return None if self.source is None else Recipe(self.backend, self.source)
 
-    def new_matcher(self) -> GrammarMatcher:
-        """A matcher at the start of the grammar."""
-        return self._matcher(self.compiled)
+    def new_parts(self) -> TextParts:
+        """xgrammar's matcher, and a filter that keeps its texts UTF-8."""
+        return self._parts(self.compiled)
 
-    def new_style_matcher(self) -> GrammarMatcher | None:
-        """A matcher that fixes the whitespace to ``", "`` and ``": "``; None if it is fixed."""
-        if self.style is None:
-            return None
-        return self._matcher(self.style)
+    def new_matcher(self) -> TextState:
+        """A text at the start of the grammar."""
+        return TextState.begin(self.new_parts())
 
-    def _matcher(self, compiled: Any) -> GrammarMatcher:
-        stops = [*self.stops] or None
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        return XGrammarMatcher(matcher, frozenset(self.stops or matcher.stop_token_ids), self.split)
+    def new_style_matcher(self) -> TextState | None:
+        """A text whose whitespace is ``", "`` and ``": "``; None if it is fixed anyway."""
+        return None if self.style is None else TextState.begin(self._parts(self.style))
+
+    def _parts(self, compiled: Any) -> TextParts:
+        own_stops = [*self.stops] or None
+
+        def new_matcher() -> GrammarMatcher:
+            made: GrammarMatcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=own_stops)
+            return made
+
+        has_split = self.split is not None and bool(self.split.leads)
+        filters = (SurrogateFilter(self.split),) if self.split is not None and has_split else ()
+        stops = frozenset(self.stops) or None
+        return TextParts(new_matcher, self.excluded, stops=stops, filters=filters)
 
 
-_NOTHING_SPLIT = SplitSurrogates(frozenset(), np.zeros(0, dtype=np.int32))
+class SurrogateFilter(NamedTuple):
+    """Keeps two tokens from writing the encoding of a surrogate between them, see ``RowFilter``.
 
-
-class XGrammarMatcher(Matcher):
-    """xgrammar's own matcher, in texts that are UTF-8.
-
-    own: it. Its classes and strings hold surrogates, so that two tokens may write the encoding of
-    one between them. split: the tokens that do; None allows them.
-    stops: the tokens that end a text. It knows itself whether one of them was accepted: to
-    ask takes as long as half a token does.
+    xgrammar's classes and strings hold surrogates, and UTF-8 has none. Its state says whether the
+    last token may begin one. split: the tokens that do.
     """
 
-    def __init__(self, own: Any, stops: frozenset[int], split: SplitSurrogates | None) -> None:
-        self._own, self._stops = own, stops
-        self._split = split or _NOTHING_SPLIT
-        self._accept = own.accept_token  # its own method, so that a call costs no more than there
-        self._has_ended: bool = own.is_terminated()
-        self._length = 0  # tokens accepted
-        self._led: list[int] = []  # lengths of the text after which no surrogate may go on
+    split: SplitSurrogates
 
     @property
-    def row_source(self) -> GrammarMatcher:
-        """xgrammar's, many of which are asked at once."""
-        own: GrammarMatcher = self._own
-        return self if self._is_led else own
+    def wakes(self) -> frozenset[int]:
+        """The tokens that may begin a surrogate."""
+        return self.split.leads
 
-    @property
-    def _is_led(self) -> bool:
-        return bool(self._led) and self._led[-1] == self._length
+    def start(self, length: int) -> Mark:
+        """Nothing has begun."""
+        return Mark(length, state=False)
 
-    def source(self) -> Source | None:
-        """xgrammar's, up to the next token that may begin a surrogate."""
-        if self._has_ended or self._is_led:
-            return None
-        return Source(self._own, UNBOUND, self._stops, self._split.leads)
+    def admits(self, mark: Mark, token_id: int, text: Probe) -> bool:
+        """Whether the token goes on with no surrogate."""
+        del text
+        return not mark.state or self._allows(token_id)
 
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Note the tokens that xgrammar's matcher has accepted by itself."""
-        for token_id in token_ids:
-            self._note(token_id)
+    def after(self, mark: Mark, text: Probe) -> Mark:
+        """The mark after the last token."""
+        length = len(text.token_ids)
+        if text.token_ids[-1] in self.split.leads:
+            return Mark(length, state=True, until=length)
+        return Mark(length, state=False) if mark.state else mark
 
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, where it is refused."""
-        if self._is_led and not _has_bit(self._split.others, token_id):
-            return False
-        if not self._accept(token_id):
-            return False
-        self._note(token_id)
-        return True
-
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
-        forbids: bool = self._own.fill_next_token_bitmask(bitmask, index)
-        if not self._is_led:
-            return forbids
-        others = self._split.others
-        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+    def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
+        """Clear the tokens that would go on with a surrogate."""
+        del mark, text
+        others = self.split.others
+        before = row[: len(others)].copy()
         row[: len(others)] &= others
+        return not np.array_equal(row[: len(others)], before)
+
+    def tokens_left(self, mark: Mark, length: int) -> int:
+        """Any number: tables hold no surrogates."""
+        del mark, length
+        return UNBOUND
+
+    def fork(self) -> SurrogateFilter:
+        """Itself: it remembers nothing."""
+        return self
+
+    def takes(self, mark: Mark, token_ids: Sequence[int]) -> bool:
+        """Whether none of the tokens goes on with a surrogate."""
+        has_begun = mark.state
+        for token_id in token_ids:
+            if has_begun and not self._allows(token_id):
+                return False
+            has_begun = token_id in self.split.leads
         return True
 
-    def fork(self) -> XGrammarMatcher:
-        """An independent copy at the same position."""
-        copy = XGrammarMatcher(self._own.fork(), self._stops, self._split)
-        copy._length, copy._led = self._length, self._led.copy()
-        return copy
+    def interchangeable(self, mark: Mark, row: NDArray[np.int32]) -> NDArray[np.int32]:
+        """All of them."""
+        del mark
+        return row
 
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` accepted tokens."""
-        self._own.rollback(num_tokens)
-        self._length -= num_tokens
-        while self._led and self._led[-1] > self._length:
-            self._led.pop()
-        self._has_ended = self._has_ended and num_tokens == 0
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token has been accepted."""
-        return self._has_ended
-
-    def _note(self, token_id: int) -> None:
-        """A token was accepted."""
-        self._length += 1
-        self._has_ended = token_id in self._stops
-        if token_id in self._split.leads:
-            self._led.append(self._length)
-
-
-def _has_bit(row: NDArray[np.int32], token_id: int) -> bool:
-    word = token_id >> 5
-    return 0 <= word < len(row) and bool(row[word] >> (token_id & 31) & 1)
+    def _allows(self, token_id: int) -> bool:
+        word = token_id >> 5
+        others = self.split.others
+        return 0 <= word < len(others) and bool(others[word] >> (token_id & 31) & 1)
 
 
 def _with_prefixes(info: Any) -> Any:

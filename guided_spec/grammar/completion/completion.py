@@ -8,7 +8,7 @@ allows it and ``cost`` after it is less than ``remaining``. Two things follow:
   it so; and there always is one, since from every state some token leads to a state that costs less
   by one. With one token left the cost is 1: the stop token.
 * Speculation stays exact. What is legal depends on the tokens before, and on the budget, not on
-  how they were drafted: the matcher below is one like any other.
+  how they were drafted: the filter below clears bits of rows as any other does.
 
 Far from the end every token fits, and the mask is the grammar's own (``Endings.is_free``). Where
 costs are searched for, a text may lose its way to the end: the budget then steps aside, and refuses
@@ -18,7 +18,7 @@ nothing that the grammar allows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -43,19 +43,12 @@ from guided_spec.grammar.completion.rule_endings import (
 from guided_spec.grammar.completion.rules import RuleSource, source_of
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
-from guided_spec.grammar.protocol import (
-    Budget,
-    CompiledGrammar,
-    GrammarMatcher,
-    Matcher,
-    Source,
-    WrappedGrammar,
-    WrappedMatcher,
-    legal_row,
-)
+from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import UNBOUND
+from guided_spec.grammar.text.markers import AfterGrammar, Marker
+from guided_spec.grammar.text.row_filter import Mark, Probe
+from guided_spec.grammar.text.state import Budget, TextParts, WrappedGrammar, new_parts
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, pack_row
 
@@ -105,10 +98,10 @@ class AfterEndings(Endings):
         """Every token counts before the marker."""
         return 1 if isinstance(state, _Free) else self._inner.stride(state, remaining)
 
-    def after(self, state: Any, token_ids: Sequence[int], matcher: GrammarMatcher) -> Any:
+    def after(self, state: Any, token_ids: Sequence[int], probe: Probe) -> Any:
         """The state after some tokens, no stop token among them; None where no way is known."""
         if not isinstance(state, _Free):
-            return self._inner.after(state, token_ids, _inside(matcher))
+            return self._inner.after(state, token_ids, probe)
         (token_id,) = token_ids
         then = self._marker.step(state.marker, token_id)
         if then is None:
@@ -121,19 +114,19 @@ class AfterEndings(Endings):
             return self._inner.is_free(state, remaining)
         return max(self._missing) + self._after < remaining
 
-    def row(self, state: Any, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def row(self, state: Any, remaining: int, probe: Probe) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
         if not isinstance(state, _Free):
-            return self._inner.row(state, remaining, _inside(matcher))
+            return self._inner.row(state, remaining, probe)
         missing = self._next.get(state.marker)
         if missing is None:
             missing = self._next.setdefault(state.marker, self._missing_after(state.marker))
         return pack_row(missing < remaining - self._after)
 
-    def admits(self, state: Any, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+    def admits(self, state: Any, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not isinstance(state, _Free):
-            return self._inner.admits(state, token_id, remaining, _inside(matcher))
+            return self._inner.admits(state, token_id, remaining, probe)
         then = self._marker.step(state.marker, token_id)
         return then is not None and self._missing[then] + self._after < remaining
 
@@ -151,12 +144,6 @@ class AfterEndings(Endings):
         step, missing = self._marker.step, [*self._missing, NEVER]
         thens = (step(state, token) for token in range(self.vocab_size))
         return np.array([missing[-1 if then is None else then] for then in thens], dtype=np.int32)
-
-
-def _inside(matcher: GrammarMatcher) -> Matcher:
-    """The matcher of the grammar after the marker, which alone moves there."""
-    assert isinstance(matcher, AfterMatcher)
-    return matcher.inner
 
 
 class EndingsCache:
@@ -268,187 +255,81 @@ class CompletingGrammar(WrappedGrammar):
         if least > self.max_tokens:
             raise BudgetTooSmallError(self.max_tokens, None if least >= NEVER else least)
 
-    def new_matcher(self) -> CompletingMatcher:
-        """A matcher at the start of the grammar, with the whole budget."""
-        return CompletingMatcher(self, self.inner.new_matcher())
+    def new_parts(self) -> TextParts:
+        """Those of the inner grammar, and the budget."""
+        limit = BudgetFilter(self.endings, self.max_tokens)
+        budget = Budget(self.inner, self.is_required)
+        return new_parts(self.inner)._replace(limit=limit, budget=budget)
 
 
-class _Known(NamedTuple):
-    """Where a text stands, as far as that was asked for.
+class BudgetFilter:
+    """Clears tokens after which a text could not end within its budget, see ``RowFilter``.
 
-    state: of the endings; None once no way to the end is known. since: tokens before it. until:
-    tokens before the next one that is asked for.
+    Its state is one of ``endings``. Where it is None no path to the end is known any more: the
+    filter then forbids nothing.
     """
 
-    state: Any
-    since: int
-    until: int
+    wakes: frozenset[int] = frozenset()
 
+    def __init__(self, endings: Endings, max_tokens: int) -> None:
+        self._endings, self._max_tokens = endings, max_tokens
 
-class CompletingMatcher(WrappedMatcher):
-    """A ``GrammarMatcher`` that keeps a way to the end of the text within the budget.
+    def start(self, length: int) -> Mark:
+        """The whole budget is left."""
+        return self._mark(self._endings.start, length)
 
-    inner: at the start of the grammar.
-
-    A token is refused if the inner matcher refuses it, or if the row has no bit for it. Where no
-    way to the end is known any more, the matcher steps aside: it is then the inner one.
-    """
-
-    def __init__(self, grammar: CompletingGrammar, inner: GrammarMatcher) -> None:
-        self._endings = grammar.endings
-        self._grammar = grammar
-        super().__init__(inner)
-        self._token_ids: list[int] = []
-        self._known = [self._at(grammar.endings.start, 0)]
-        self._steered: set[int] = set()
-
-    @property
-    def budget(self) -> Budget:
-        """As the grammar was made with it."""
-        return Budget(self._grammar.inner, self._grammar.is_required)
-
-    @property
-    def steered(self) -> Set[int]:
-        """Positions in the text at which a row was filled that lacks tokens for the budget."""
-        return self._steered
-
-    @property
-    def has_lost_end(self) -> bool:
-        """Whether no way to the end of the text is known any more: it may be cut off."""
-        return self._known[-1].state is None
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that the text may still get."""
-        return self._grammar.max_tokens - len(self._token_ids)
-
-    @property
-    def row_source(self) -> GrammarMatcher:
-        """The inner matcher's while every token fits the budget; else this one."""
-        return self._inner.row_source if self._is_free() else self
-
-    def table_state(self) -> TableState | None:
-        """The inner matcher's, with what the budget leaves."""
-        found, known = self._inner.table_state(), self._known[-1]
-        if found is None or known.state is None:
-            return found
-        if self._endings.is_exact:
-            found.spare = self.remaining
-            return found
-        # Where costs are searched for, a table's ends say little: as far as nobody has to look.
-        found.spare = known.until - len(self._token_ids)
-        return found if self._is_free() else None
-
-    def source(self) -> Source | None:
-        """The inner matcher's, up to where an end is looked for again."""
-        found, known = self._inner.source(), self._known[-1]
-        if found is None or known.state is None:
-            return found
-        reach = known.until - 1 - len(self._token_ids)
-        return found._replace(reach=min(found.reach, reach)) if self._is_free() else None
-
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Note tokens that were accepted while every token fitted the budget."""
-        self._inner.replay(token_ids)
-        self._token_ids += token_ids
-        self._known += [self._known[-1]] * len(token_ids)
-
-    def read(self, token_ids: Sequence[int]) -> int:
-        """Tokens after which nobody has to look for an end are the inner matcher's alone."""
-        known = self._known[-1]
-        count = len(token_ids)
-        if known.state is not None:
-            count = min(count, known.until - 1 - len(self._token_ids))
-        if count < 1 or not self._is_free():
-            return super().read(token_ids)
-        taken = self._inner.read(token_ids[:count])
-        self._token_ids += token_ids[:taken]
-        self._known += [known] * taken
-        if taken < count or taken == len(token_ids):
-            return taken
-        return taken + super().read(token_ids[taken:])
-
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, where it is refused."""
-        is_legal = self._is_free() or self._admits(token_id)
-        if not is_legal or not self._inner.accept_token(token_id):
-            return False
-        self._token_ids.append(token_id)
-        self._known.append(self._next())
-        return True
-
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
-        forbids = self._inner.fill_next_token_bitmask(bitmask, index)
-        if self._is_free():
-            return forbids
+    def admits(self, mark: Mark, token_id: int, text: Probe) -> bool:
+        """Whether ``restrict`` leaves the token's bit."""
+        if mark.until > mark.at:
+            return True
+        remaining = self._max_tokens - mark.at
         try:
-            fitting = self._endings.row(self._known[-1].state, self.remaining, self._inner)
+            return self._endings.admits(mark.state, token_id, remaining, text)
         except EndLostError:
-            return forbids
-        row = np.asarray(bitmask)[index]  # a view, also of a tensor
+            return True
+
+    def after(self, mark: Mark, text: Probe) -> Mark:
+        """The mark after the tokens that were accepted since ``mark``."""
+        length = len(text.token_ids)
+        if text.is_terminated():
+            return mark
+        try:
+            state = self._endings.after(mark.state, text.token_ids[mark.at :], text)
+        except EndLostError:
+            state = None
+        if state is None or self._endings.cost(state) > self._max_tokens - length:
+            return Mark(length, None)
+        return self._mark(state, length)
+
+    def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
+        """Clear the tokens that lead to where too few are left."""
+        try:
+            fitting = self._endings.row(mark.state, self._max_tokens - mark.at, text)
+        except EndLostError:
+            return False
         lost = (row & ~fitting).view(np.uint32)
         row &= fitting
         # After the last token the grammar's row may hold anything.
-        if (lost & full_row(self._endings.vocab_size).view(np.uint32)).any():
-            self._steered.add(len(self._token_ids))
-        return True
+        return bool((lost & full_row(self._endings.vocab_size).view(np.uint32)).any())
 
-    def fork(self) -> CompletingMatcher:
-        """An independent copy at the same position."""
-        copy = CompletingMatcher(self._grammar, self._inner.fork())
-        copy._token_ids = self._token_ids.copy()
-        copy._known = self._known.copy()
-        copy._steered = self._steered.copy()
-        return copy
+    def tokens_left(self, mark: Mark, length: int) -> int | None:
+        """What the budget leaves."""
+        if mark.state is None:
+            return UNBOUND
+        if self._endings.is_exact:
+            return self._max_tokens - length
+        # Where costs are searched for, a table's ends say little: as far as nobody has to look.
+        return None if length >= mark.until else mark.until - length
 
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` accepted tokens."""
-        self._inner.rollback(num_tokens)
-        if num_tokens > 0:
-            del self._known[-num_tokens:]
-            del self._token_ids[-num_tokens:]
-            # The row of the position that is left now stays as it was.
-            self._steered = {at for at in self._steered if at <= len(self._token_ids)}
+    def fork(self) -> BudgetFilter:
+        """Itself: it remembers nothing."""
+        return self
 
-    def _at(self, state: Any, since: int) -> _Known:
-        stride = self._endings.stride(state, self._grammar.max_tokens - since)
-        return _Known(state, since, since + stride)
-
-    def _next(self) -> _Known:
-        """What is known after the token accepted last."""
-        known, length = self._known[-1], len(self._token_ids)
-        if known.state is None or length < known.until or self._inner.is_terminated():
-            return known
+    def _mark(self, state: Any, length: int) -> Mark:
+        remaining = self._max_tokens - length
         try:
-            state = self._endings.after(known.state, self._token_ids[known.since :], self._inner)
+            is_free = self._endings.is_free(state, remaining)
         except EndLostError:
-            state = None
-        if state is None or self._endings.cost(state) > self.remaining:
-            return known._replace(state=None)
-        return self._at(state, length)
-
-    def _is_free(self) -> bool:
-        """Whether every token that the inner matcher allows is legal here."""
-        known = self._known[-1]
-        if known.state is None or len(self._token_ids) > known.since:
-            return True
-        try:
-            return self._endings.is_free(known.state, self.remaining)
-        except EndLostError:
-            return True
-
-    def _admits(self, token_id: int) -> bool:
-        try:
-            state = self._known[-1].state
-            return self._endings.admits(state, token_id, self.remaining, self._inner)
-        except EndLostError:
-            return True
-
-
-def without_budget(matcher: GrammarMatcher) -> GrammarMatcher:
-    """The grammar's own matcher at the same position, for guesses; whoever moves it, takes it back.
-
-    Its rows cost less near the end of a budget.
-    """
-    return matcher.inner if isinstance(matcher, CompletingMatcher) else matcher
+            is_free = True
+        until = length + self._endings.stride(state, remaining) if is_free else length
+        return Mark(length, state, until)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.protocol import Matcher
 from guided_spec.grammar.steps import spend
+from guided_spec.grammar.text.row_filter import Probe
 
 NEVER = int(np.iinfo(np.int32).max)
 """The cost of what cannot be."""
@@ -65,10 +65,10 @@ class Endings(Protocol):
         del state, remaining
         return 1
 
-    def after(self, state: Any, token_ids: Sequence[int], matcher: Matcher) -> Any:
+    def after(self, state: Any, token_ids: Sequence[int], probe: Probe) -> Any:
         """The state after some tokens, no stop token among them; None where no way is known.
 
-        matcher: stands after the tokens, and does so again afterwards.
+        probe: stands after the tokens, and does so again afterwards.
         """
         ...
 
@@ -79,15 +79,15 @@ class Endings(Protocol):
         """
         ...
 
-    def row(self, state: Any, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
+    def row(self, state: Any, remaining: int, probe: Probe) -> NDArray[np.int32]:
         """int32 [W]: tokens that lead to a state that costs less than ``remaining``.
 
-        matcher: stands at the state, and does so again afterwards.
+        probe: stands at the state, and does so again afterwards.
         With the stop tokens where the text may end; a token that the grammar refuses may be there.
         """
         ...
 
-    def admits(self, state: Any, token_id: int, remaining: int, matcher: Matcher) -> bool:
+    def admits(self, state: Any, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         ...
 

@@ -23,7 +23,7 @@ from guided_spec.grammar.completion.endings import (
 )
 from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import Characters, Spelling
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.text.row_filter import Probe
 from guided_spec.ops.mask_words import pack_row
 
 NOWHERE = -1
@@ -403,11 +403,9 @@ class RuleEndings(Endings):
         """Tokens within which the text can be ended: at least 1."""
         return self._spelling.num_tokens(state.text) + 1
 
-    def after(
-        self, state: ParseState, token_ids: Sequence[int], matcher: GrammarMatcher
-    ) -> ParseState | None:
+    def after(self, state: ParseState, token_ids: Sequence[int], probe: Probe) -> ParseState | None:
         """The state after some tokens; None where these rules do not allow them."""
-        del matcher
+        del probe
         then: ParseState | None = state
         for token_id in token_ids:
             data = self._spelling.token_bytes[token_id]
@@ -448,22 +446,20 @@ class RuleEndings(Endings):
             int((self.table(state) + np.int16(1)).max()) - 1
         )  # one more than the largest is least
 
-    def row(self, state: ParseState, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def row(self, state: ParseState, remaining: int, probe: Probe) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
-        del matcher
+        del probe
         return pack_row(self.table(state) < min(remaining, _NEVER))
 
     def legal(self, state: ParseState) -> NDArray[np.int32]:
         """int32 [W]: the tokens that the rules allow."""
         return pack_row(self.table(state) < _NEVER)
 
-    def admits(
-        self, state: ParseState, token_id: int, remaining: int, matcher: GrammarMatcher
-    ) -> bool:
+    def admits(self, state: ParseState, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not 0 <= token_id < self._spelling.vocab_size or token_id in self._spelling.stops:
             return True  # whether such a token is legal, the grammar alone knows
-        then = self.after(state, (token_id,), matcher)
+        then = self.after(state, (token_id,), probe)
         return then is not None and self.cost(then) < min(remaining, _NEVER)
 
     def _make(self, state: ParseState) -> NDArray[np.int16]:

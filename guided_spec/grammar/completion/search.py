@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,10 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import NEVER, Endings
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.protocol import (
-    CompiledGrammar,
-    Matcher,
-    accept_tokens,
-    as_matcher,
-    legal_row,
-)
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, legal_row
+from guided_spec.grammar.text.row_filter import Probe
+from guided_spec.grammar.text.state import new_text
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import add_tokens, bits_of, first_tokens, pack_row, spread_tokens
 
@@ -197,8 +193,8 @@ class SearchEndings(Endings):
         required = compiled.required if isinstance(compiled, UniqueKeysGrammar) else ()
         keys = (json.dumps(key, ensure_ascii=False)[1:].encode() + b":" for key in required)
         self.keys = [written for key in keys if (written := self.spelling.write(key))]
-        matcher = as_matcher(compiled.new_matcher())
-        self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
+        probe = new_text(compiled).without_budget()
+        self._start = None if probe.is_terminated() else self._find(probe, b"", _FIRST_STEPS)
 
     @property
     def memory_size_bytes(self) -> int:
@@ -220,16 +216,16 @@ class SearchEndings(Endings):
         """As many tokens as are surely not enough to use up what is to spare."""
         return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
 
-    def after(self, state: Path, token_ids: Sequence[int], matcher: Matcher) -> Path | None:
+    def after(self, state: Path, token_ids: Sequence[int], probe: Probe) -> Path | None:
         """A way from after some tokens; None if none was found."""
         key = tuple(token_ids)
         if key not in state.after:
             data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
-            self._keep(state, key, self._after(state, data, matcher))
+            self._keep(state, key, self._after(state, data, probe))
         # The row may have the token for the sake of another way, found later and shorter.
         seen = None if state.scan is None else state.scan.path_after(key)
         least = self.cost(state.after[key])
-        if seen is not None and self.cost(Path(seen)) < least and self.completes(matcher, (), seen):
+        if seen is not None and self.cost(Path(seen)) < least and self.completes(probe, (), seen):
             self._keep(state, key, seen)
         return state.after[key]
 
@@ -241,63 +237,63 @@ class SearchEndings(Endings):
         """Whether much is to spare."""
         return self.cost(state) + RISE < remaining
 
-    def row(self, state: Path, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
+    def row(self, state: Path, remaining: int, probe: Probe) -> NDArray[np.int32]:
         """int32 [W]: tokens after which a way is known that costs less than ``remaining``."""
         row = state.rows.get(remaining)
         if row is None:
-            row = self._scan(state, remaining, matcher).row(remaining)
+            row = self._scan(state, remaining, probe).row(remaining)
             state.rows = {remaining: row}
         return row
 
-    def _scan(self, state: Path, remaining: int, matcher: Matcher) -> Scan:
+    def _scan(self, state: Path, remaining: int, probe: Probe) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
-        known, row = state.scan, legal_row(matcher, self.vocab_size)
-        legal = _Legal(row, matcher.interchangeable(row))
+        known, row = state.scan, legal_row(probe, self.vocab_size)
+        legal = _Legal(row, probe.interchangeable(row))
         if known is None or not (self.fits(state.text, remaining) and known.legal.is_like(legal)):
             state.scan = known = Scan(self, state, remaining, legal)
-            known.look(matcher)
+            known.look(probe)
         return known
 
-    def admits(self, state: Path, token_id: int, remaining: int, matcher: Matcher) -> bool:
+    def admits(self, state: Path, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not 0 <= token_id < self.spelling.vocab_size:
             return False
-        return bool(self.row(state, remaining, matcher)[token_id >> 5] >> (token_id & 31) & 1)
+        return bool(self.row(state, remaining, probe)[token_id >> 5] >> (token_id & 31) & 1)
 
     def fits(self, text: bytes, remaining: int) -> bool:
         """Whether fewer than ``remaining`` tokens write a way and end the text."""
         return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
 
-    def completes(self, matcher: Matcher, token_ids: Sequence[int], text: bytes) -> bool:
+    def completes(self, probe: Probe, token_ids: Sequence[int], text: bytes) -> bool:
         """Whether these tokens, this text and a stop token complete the text; does not move."""
         if len(text) > 2 * _HEAD:  # most that do not fit do not begin to, and cost little
             head = self.spelling.write(text[:_HEAD])
-            if head is None or not matcher.takes((*token_ids, *head)):
+            if head is None or not probe.takes((*token_ids, *head)):
                 return False
         written = self.spelling.write(text)
-        return written is not None and matcher.takes((*token_ids, *written, self._stop))
+        return written is not None and probe.takes((*token_ids, *written, self._stop))
 
     def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
         """What may still be missing after ``data`` of a way: all, or less by what was written."""
         return text, text[len(data) :]
 
-    def _after(self, state: Path, data: bytes, matcher: Matcher) -> bytes | None:
+    def _after(self, state: Path, data: bytes, probe: Probe) -> bytes | None:
         if state.text.startswith(data):
             return state.text[len(data) :]
         ways = (*self.kept(state.text, data), *state.turns)
-        complete = [way for way in ways if self.completes(matcher, (), way)]
+        complete = [way for way in ways if self.completes(probe, (), way)]
         if complete:
             return min(complete, key=self.spelling.num_tokens)
-        return self._find(matcher, state.text, _STEPS)
+        return self._find(probe, state.text, _STEPS)
 
-    def _find(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
+    def _find(self, probe: Probe, before: bytes, most: int) -> bytes | None:
         """One step after another, back where nothing follows; None where that leads nowhere."""
         ends = list(_ends_of(before))
         quick = (value + end for end in ends for value in _VALUES)
-        found = next((text for text in quick if self.completes(matcher, (), text)), None)
+        found = next((text for text in quick if self.completes(probe, (), text)), None)
         if found is not None:
             return found
-        search = _Search(self, matcher)
+        search = _Search(self, probe)
         for _ in range(most):
             found = search.end(ends)
             if found is not None or not search.step():
@@ -309,10 +305,10 @@ class SearchEndings(Endings):
 class _Search:
     """A search straight for the end: where it stands, and what is left to try on the way there."""
 
-    def __init__(self, endings: SearchEndings, matcher: Matcher) -> None:
-        self._endings, self._matcher = endings, matcher
-        # Its rows cost far less, and every step is judged by the matcher anyway.
-        self._grammars = matcher.lenient
+    def __init__(self, endings: SearchEndings, probe: Probe) -> None:
+        self._endings, self._probe = endings, probe
+        # Its rows cost far less, and every step is judged by the filters anyway.
+        self._grammars = probe.unfiltered
         self._tokens = endings.tokens
         self._used = np.zeros(len(self._tokens.steps), dtype=np.int64)
         self._way: list[tuple[int, ...]] = []
@@ -324,7 +320,7 @@ class _Search:
         if len(self._options) > len(self._way):
             return None  # back at a place that was looked at
         for end in ends:
-            if self._endings.completes(self._matcher, (), end):
+            if self._endings.completes(self._probe, (), end):
                 return self._text() + end
         self._row = legal_row(self._grammars, self._endings.vocab_size)
         return self._text() if bits_of(self._row, self._tokens.stops).any() else None
@@ -334,22 +330,22 @@ class _Search:
         if len(self._options) == len(self._way):
             self._options.append(self._look())
         for tokens in self._options[-1]:
-            count = accept_tokens(self._matcher, tokens)
+            count = sum(1 for _ in takewhile(self._probe.accept_token, tokens))
             if count == len(tokens):
                 self._way.append(tokens)
                 return True
             if count:
-                self._matcher.rollback(count)
+                self._probe.rollback(count)
         self._options.pop()
         if not self._way:
             return False
-        self._matcher.rollback(len(self._way.pop()))
+        self._probe.rollback(len(self._way.pop()))
         return True
 
     def back(self) -> None:
         """Take everything back."""
         if count := sum(map(len, self._way)):
-            self._matcher.rollback(count)
+            self._probe.rollback(count)
 
     def _text(self) -> bytes:
         data = self._endings.spelling.token_bytes
@@ -377,7 +373,7 @@ class _Group(NamedTuple):
 
 
 class _Legal(NamedTuple):
-    """The grammar's own row, and what ``Matcher.alike`` says of it; both int32 [W]."""
+    """The grammar's own row, and what ``Probe.interchangeable`` says of it; both int32 [W]."""
 
     row: NDArray[np.int32]
     alike: NDArray[np.int32]
@@ -423,27 +419,27 @@ class Scan:
         row.flags.writeable = False
         return row
 
-    def look(self, matcher: Matcher) -> None:
-        """Find out, once; the matcher stands at the state, and does so again afterwards."""
+    def look(self, probe: Probe) -> None:
+        """Find out, once; the probe stands at the state, and does so again afterwards."""
         self.add_beginnings(b"", self._state.text)
-        self._test_turns(matcher)
-        self._test_content(matcher)
+        self._test_turns(probe)
+        self._test_content(probe)
         by_way: dict[bytes, list[int]] = {}
         for token, way in self._ways.items():
             by_way.setdefault(way, []).append(token)
         for way, found in by_way.items():
             self._groups.append(_Group(np.array(found, dtype=np.int64), way))
 
-    def _test_content(self, matcher: Matcher) -> None:
+    def _test_content(self, probe: Probe) -> None:
         way, content = self._state.text, self._endings.tokens.content
         alike, rest = self.legal.alike & content, self.legal.row & content
         probes = spread_tokens(alike, _PROBES)
-        if self._fits(way) and all(self._completes(matcher, token, way) for token in probes):
+        if self._fits(way) and all(self._completes(probe, token, way) for token in probes):
             self._groups.append(_Group(alike, way))
             rest &= ~alike
-        self._test(first_tokens(rest, _TESTED), matcher)
+        self._test(first_tokens(rest, _TESTED), probe)
 
-    def _test_turns(self, matcher: Matcher) -> None:
+    def _test_turns(self, probe: Probe) -> None:
         tokens = self._endings.tokens
         is_legal = bits_of(self.legal.row, tokens.turns)
         turns, kinds = tokens.turns[is_legal], tokens.kinds[is_legal]
@@ -452,38 +448,38 @@ class Scan:
             of_kind = kinds == kind
             alike, single = turns[of_kind & is_alike], turns[of_kind & ~is_alike]
             first = alike[:_ALIKE].tolist()
-            self._test(first, matcher)
+            self._test(first, probe)
             if kind >= tokens.num_plain:
-                self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), matcher)
+                self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), probe)
             elif first and all(token in self._ways for token in first):
                 self._groups.append(_Group(alike, self._ways[first[0]]))
             else:
-                self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
-            self._test(single[: 8 * _ALIKE].tolist(), matcher)
+                self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), probe)
+            self._test(single[: 8 * _ALIKE].tolist(), probe)
 
-    def _test(self, token_ids: list[int], matcher: Matcher) -> None:
+    def _test(self, token_ids: list[int], probe: Probe) -> None:
         data = self._endings.spelling.token_bytes
         for token in token_ids:
             if token in self._ways or not data[token]:
                 continue
-            way = self._known_path(token, matcher)
+            way = self._known_path(token, probe)
             if way is not None:
                 self._ways[token] = way
             elif self._trials:
-                self._search(token, matcher)
+                self._search(token, probe)
 
-    def _known_path(self, token: int, matcher: Matcher) -> bytes | None:
+    def _known_path(self, token: int, probe: Probe) -> bytes | None:
         """A way that fits after a token, perhaps without as much of it as the token writes."""
         endings, text = self._endings, self._state.text
         ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
-        fitting = (w for w in ways if self._fits(w) and self._completes(matcher, token, w))
+        fitting = (w for w in ways if self._fits(w) and self._completes(probe, token, w))
         return next(fitting, None)
 
-    def _search(self, token: int, matcher: Matcher) -> None:
-        if not matcher.accept_token(token):
+    def _search(self, token: int, probe: Probe) -> None:
+        if not probe.accept_token(token):
             return
-        way = self._endings.after(self._state, (token,), matcher)
-        matcher.rollback(1)
+        way = self._endings.after(self._state, (token,), probe)
+        probe.rollback(1)
         self._trials -= 1
         if way is None or not self._fits(way.text):
             return
@@ -502,8 +498,8 @@ class Scan:
     def _fits(self, way: bytes) -> bool:
         return self._endings.fits(way, self._remaining)
 
-    def _completes(self, matcher: Matcher, token: int, way: bytes) -> bool:
-        return self._endings.completes(matcher, (token,), way)
+    def _completes(self, probe: Probe, token: int, way: bytes) -> bool:
+        return self._endings.completes(probe, (token,), way)
 
 
 def _ends_of(text: bytes) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ from guided_spec.grammar.tables.token_table import (
     REFUSED,
     TokenTable,
 )
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.ops.mask_words import ids_of, num_mask_words, pack_row
 
 

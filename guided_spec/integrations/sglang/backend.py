@@ -17,7 +17,7 @@ from guided_spec.errors import GrammarCompileError, GrammarStateError, GuidedSpe
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.text.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 

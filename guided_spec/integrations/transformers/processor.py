@@ -19,13 +19,13 @@ from transformers import LogitsProcessor, PreTrainedModel
 from guided_spec.errors import ConfigError, GrammarDeadEndError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import GrammarBackendName
-from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import Markers
+from guided_spec.grammar.text.state import TextState, new_text
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.transformers.params import Grammars, list_grammars
-from guided_spec.masks.constraint import Fork
 from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
@@ -45,7 +45,7 @@ class TrackedText:
         self.seen: list[int] = []
         self.compiled = compiled
         self._vocab_size = vocab_size
-        self._fork = Fork(compiled.new_matcher(), compiled.excluded) if compiled else None
+        self._text = new_text(compiled) if compiled else None
         self._rows: dict[int, Tensor] = {}  # by the number of tokens before
 
     def copy(self) -> TrackedText:
@@ -53,9 +53,8 @@ class TrackedText:
         copied = TrackedText(self.compiled, self._vocab_size)
         copied.seen = self.seen.copy()
         copied._rows = self._rows.copy()
-        if self._fork is not None and copied._fork is not None:
-            copied._fork.matcher = self._fork.matcher.fork()
-            copied._fork.token_ids = self._fork.token_ids.copy()
+        if self._text is not None:
+            copied._text = self._text.fork()
         return copied
 
     def row(self, token_ids: list[int]) -> Tensor | None:
@@ -68,25 +67,26 @@ class TrackedText:
         """
         if common_length(self.seen, token_ids) < len(token_ids):
             self.seen = token_ids
-        if self._fork is None:
+        text = self._text
+        if text is None:
             return None
-        agreed = common_length(self._fork.token_ids, token_ids)
+        agreed = common_length(text.token_ids, token_ids)
         if agreed == len(token_ids) and agreed in self._rows:
             return self._rows[agreed]  # drafted before, verified now
-        self._fork.rollback_to(agreed)
+        text.rollback_to(agreed)
         self._rows = {depth: row for depth, row in self._rows.items() if depth <= agreed}
-        if not all(self._accept(self._fork, token) for token in token_ids[agreed:]):
+        if not all(self._accept(text, token) for token in token_ids[agreed:]):
             return None
-        return None if self._fork.matcher.is_terminated() else self._fill(self._fork)
+        return None if text.is_terminated() else self._fill(text)
 
-    def _accept(self, fork: Fork, token_id: int) -> bool:
+    def _accept(self, text: TextState, token_id: int) -> bool:
         is_known = 0 <= token_id < self._vocab_size
-        return is_known and not fork.matcher.is_terminated() and fork.accept(token_id)
+        return is_known and not text.is_terminated() and text.accept_token(token_id)
 
-    def _fill(self, fork: Fork) -> Tensor:
-        depth = len(fork.token_ids)
+    def _fill(self, text: TextState) -> Tensor:
+        depth = len(text.token_ids)
         bitmask = torch.zeros(1, num_mask_words(self._vocab_size), dtype=torch.int32)
-        fork.matcher.fill_next_token_bitmask(bitmask, 0)
+        text.fill_next_token_bitmask(bitmask, 0)
         if not bitmask.any():
             raise GrammarDeadEndError(f"no token is legal at output position {depth}")
         self._rows[depth] = bitmask[0]

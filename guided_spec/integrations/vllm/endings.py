@@ -19,11 +19,8 @@ from typing import Any
 
 from guided_spec.errors import BudgetTooSmallError, ModelError
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
-from guided_spec.grammar.completion.completion import (
-    CompletingGrammar,
-    CompletingMatcher,
-    EndingsCache,
-)
+from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
+from guided_spec.grammar.text.state import TextState
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import ENDINGS, count, warn
@@ -42,7 +39,7 @@ class EndingMatcher:
 
     def __init__(self, grammar: CompletingGrammar, inner: Any) -> None:
         self._grammar, self._inner = grammar, inner
-        self._matcher = CompletingMatcher(grammar, inner)
+        self._text = self._new_text()
         self._is_counted = False
 
     @property
@@ -53,20 +50,20 @@ class EndingMatcher:
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
-        return self._matcher.accept_token(token_id)
+        return self._text.accept_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""
-        self._matcher.rollback(num_tokens)
+        self._text.rollback(num_tokens)
 
     def is_terminated(self) -> bool:
         """Whether the text has ended."""
-        return self._matcher.is_terminated()
+        return self._text.is_terminated()
 
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
         """Fill a row; returns whether it forbids anything."""
-        forbids = self._matcher.fill_next_token_bitmask(bitmask, index)
-        if self._matcher.steered and not self._is_counted:
+        forbids = self._text.fill_next_token_bitmask(bitmask, index)
+        if self._text.steered and not self._is_counted:
             self._is_counted = True
             count(ENDINGS)
         return forbids
@@ -74,7 +71,13 @@ class EndingMatcher:
     def reset(self) -> None:
         """To the start of the grammar, with the whole budget."""
         self._inner.reset()
-        self._matcher = CompletingMatcher(self._grammar, self._inner)
+        self._text = self._new_text()
+
+    def _new_text(self) -> TextState:
+        parts = self._grammar.new_parts()
+        return TextState.begin(
+            parts._replace(new_matcher=lambda: self._inner, stops=None, filters=())
+        )
 
 
 class Budgets:

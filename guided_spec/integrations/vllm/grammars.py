@@ -22,7 +22,6 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGramm
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.document import DocumentBackend, GrammarLimits, SpecDocument
-from guided_spec.grammar.markers import BYTES, Markers
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.recipe import Recipe
@@ -30,7 +29,8 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.steps import StepsSpentError, limit_steps
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_key_rules, with_unique_keys
+from guided_spec.grammar.text.markers import BYTES, Markers
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
 

@@ -209,12 +209,12 @@ def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows
     rows = np.full((len(draft) + 1, words), -1, dtype=np.int32)
     count = 0
     for token_id in (*draft, None):
-        if fork.is_terminated:
+        if fork.text.is_terminated():
             break
-        fork.row_source.fill_next_token_bitmask(rows, count)
+        fork.text.fill_next_token_bitmask(rows, count)
         count += 1
         is_legal = token_id is not None and row_allows(rows[count - 1], token_id)
-        if not is_legal or token_id is None or not fork.accept(token_id):
+        if not is_legal or token_id is None or not fork.text.accept_token(token_id):
             break
     fork.rollback_to(0)
     return rows[: max(1, count)]

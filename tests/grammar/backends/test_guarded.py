@@ -20,8 +20,9 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
-from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import new_text
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.types import SamplingParams
@@ -58,7 +59,7 @@ def test_a_sound_backend_is_asked_what_it_is_for() -> None:
     backend = Listed(BYTES)
     compiled = GuardedBackend("mine", lambda _: backend, BYTES).compile(WORDS.with_backend("auto"))
     assert [spec.backend for spec in backend.specs] == [None]
-    matcher = compiled.new_matcher()
+    matcher = new_text(compiled)
     assert not any(matcher.accept_token(token) for token in (-1, 257, 10**9))
     assert all(matcher.accept_token(byte) for byte in WORD)
     fork = matcher.fork()
@@ -68,7 +69,7 @@ def test_a_sound_backend_is_asked_what_it_is_for() -> None:
     row = np.zeros((1, 9), dtype=np.int32)
     assert fork.fill_next_token_bitmask(row)
     assert np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")) == [ord("e")]
-    assert as_matcher(matcher).fault is None
+    assert matcher.fault is None
 
 
 @pytest.mark.parametrize(("said", "size"), [(5_000, 5_000), (None, 0), ("much", 0)])
@@ -191,13 +192,13 @@ def test_a_constraint_says_what_went_wrong(method: str, fault: Any, message: str
 
     def write(data: bytes) -> None:
         for byte in data:
-            constraint.fork().matcher.fill_next_token_bitmask(row)
+            constraint.fork().text.fill_next_token_bitmask(row)
             constraint.commit([byte])
 
     with pytest.raises(GrammarStateError, match=f"grammar backend 'mine': {message}"):
         write(WORD)
     assert len(constraint.committed) in (2, 3)
-    assert constraint.fork().matcher.fault or constraint._original.fault
+    assert constraint.fork().text.fault or constraint._original.fault
 
 
 @pytest.mark.parametrize(("method", "fault", "message"), LATER)

@@ -23,9 +23,10 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
-from guided_spec.grammar.protocol import GrammarMatcher, as_matcher, legal_row
+from guided_spec.grammar.protocol import GrammarMatcher, legal_row
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import probe
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.masks.walks import BYTES, accepts, walk
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
@@ -399,10 +400,10 @@ def test_bytes_that_are_looked_at_ahead_do_not_end_a_text() -> None:
     schema = {"type": "string", "pattern": "^(a?){200}a{200}$"}
     grammar = LLGuidanceBackend(vocabulary).compile(GrammarSpec.json_schema(schema))
     for _ in range(2):
-        matcher = as_matcher(grammar.new_matcher())
+        matcher = grammar.new_matcher()
         for byte in b'"' + b"a" * 210 + b'"':
             assert legal_row(matcher, VOCAB_SIZE).any()
-            as_matcher(matcher.fork()).forced_bytes()
+            probe(matcher.fork()).forced_bytes()
             assert matcher.accept_token(int(vocabulary.single_byte_ids[byte]))
 
 

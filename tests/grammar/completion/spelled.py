@@ -7,8 +7,8 @@ from itertools import product
 
 import numpy as np
 
-from guided_spec.grammar.markers import BYTES, Marker, Markers, symbols_of
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.text.markers import BYTES, Marker, Markers, symbols_of
 from guided_spec.grammar.vocabulary import Vocabulary
 
 _WORDS = ["".join(word) for length in (1, 2, 3) for word in product("ab", repeat=length)]

@@ -17,7 +17,6 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion import rule_endings
 from guided_spec.grammar.completion.completion import (
     CompletingGrammar,
-    CompletingMatcher,
     EndingsCache,
 )
 from guided_spec.grammar.completion.endings import Endings, RuleTexts
@@ -35,9 +34,9 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
-    as_matcher,
 )
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import probe
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.spelled import MARKERS, SPELLED
 from tests.tiers import examples
@@ -139,7 +138,6 @@ def write(
     """A text of random legal tokens, checked against the rule at every one."""
     budget = endings.cost(endings.start) + dice.randrange(50)
     matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
-    assert isinstance(matcher, CompletingMatcher)
     plain = compiled.new_matcher()
     state, tokens = endings.start, list[int]()
     while not matcher.is_terminated():
@@ -155,7 +153,7 @@ def write(
         assert matcher.accept_token(token)
         assert not matcher.has_lost_end
         if token not in vocabulary.stop_token_ids:
-            state = endings.after(state, (token,), as_matcher(plain))
+            state = endings.after(state, (token,), probe(plain))
         tokens.append(token)
     assert len(tokens) <= budget
     assert plain.is_terminated()
@@ -181,7 +179,7 @@ def _check_costs(
     for token in some:
         assert plain.accept_token(token)
         if not plain.is_terminated():
-            then = endings.after(state, (token,), as_matcher(plain))
+            then = endings.after(state, (token,), probe(plain))
             fits = then is not None and endings.cost(then) < remaining
             assert fits == (token in ours)
         plain.rollback(1)
@@ -239,7 +237,7 @@ def test_the_rules_allow_what_the_matcher_allows(
             assert matcher.accept_token(token)
             if matcher.is_terminated():
                 break
-            then = endings.after(place, (token,), matcher)
+            then = endings.after(place, (token,), probe(matcher))
             assert then is not None
             place = then
     assert is_tighter or name in OF_EITHER | {"ebnf"}, "no token writes two of their bytes"
@@ -262,8 +260,8 @@ def test_costs_are_the_same_however_the_tokens_are_chosen(
             tokens = [t for t in np.flatnonzero(table < np.iinfo(np.int16).max) if t != EOS]
             if not tokens:
                 break
-            token, matcher = int(chosen.choice(tokens)), as_matcher(compiled.new_matcher())
-            then, too = one.after(place, (token,), matcher), other.after(same, (token,), matcher)
+            token, text = int(chosen.choice(tokens)), probe(compiled.new_matcher())
+            then, too = one.after(place, (token,), text), other.after(same, (token,), text)
             assert then is not None
             assert too is not None
             place, same = then, too
@@ -306,7 +304,7 @@ def test_no_token_is_too_dear_as_long_as_a_text_is_not_followed(name: str) -> No
             token = int(dice.choice(legal_tokens))
             if token in VOCABULARY.stop_token_ids:
                 break
-            place = endings.after(place, (token,), as_matcher(compiled.new_matcher()))
+            place = endings.after(place, (token,), probe(compiled.new_matcher()))
 
 
 def test_a_text_with_room_is_not_followed() -> None:
@@ -331,7 +329,7 @@ def test_free_rows_are_the_grammar_s_own() -> None:
     matcher, plain = grammar.new_matcher(), compiled.new_matcher()
     for byte in b'{"a": "some text", "b": [1, 2':
         assert legal(matcher, EOS + 1) == legal(plain, EOS + 1)
-        assert matcher.row_source is not matcher
+        assert not matcher.is_restricted
         assert matcher.accept_token(byte)
         assert plain.accept_token(byte)
 

@@ -16,8 +16,9 @@ from guided_spec.errors import BudgetTooSmallError, GrammarStateError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
-from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.row_filter import Probe
+from guided_spec.grammar.text.state import new_text
 from guided_spec.masks.constraint import Constraint
 from guided_spec.ops.mask_words import full_row
 from guided_spec.types import SamplingParams
@@ -46,16 +47,16 @@ class Forgetful:
     def stride(self, state: int, remaining: int) -> int:
         return 1
 
-    def after(self, state: int, token_ids: Sequence[int], matcher: GrammarMatcher) -> int | None:
+    def after(self, state: int, token_ids: Sequence[int], probe: Probe) -> int | None:
         return state + 1 if state < self._known else None
 
     def is_free(self, state: int, remaining: int) -> bool:
         return False
 
-    def row(self, state: int, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def row(self, state: int, remaining: int, probe: Probe) -> NDArray[np.int32]:
         return full_row(SIZE)
 
-    def admits(self, state: int, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+    def admits(self, state: int, token_id: int, remaining: int, probe: Probe) -> bool:
         return token_id != self._refused
 
 
@@ -69,7 +70,7 @@ def test_a_lost_way_costs_the_budget_and_not_the_request(commit: str) -> None:
         assert constraint.has_lost_end == (count > 2)
         plain = LETTERS.new_matcher()
         assert all(map(plain.accept_token, TEXT[:count]))
-        assert legal(constraint.fork().matcher, SIZE) == legal(plain, SIZE)
+        assert legal(constraint.fork().text, SIZE) == legal(plain, SIZE)
     assert constraint.resyncs == 0
 
 
@@ -93,7 +94,7 @@ def test_a_token_that_the_budget_refuses_against_its_row_costs_a_resync(
     constraint = Constraint(CompletingGrammar(LETTERS, Forgetful(refused=ord("d")), 50))
     assert constraint.has_budget
     for token in TEXT:
-        assert token in legal(constraint.fork().matcher, SIZE)
+        assert token in legal(constraint.fork().text, SIZE)
         assert constraint.commit([token]) == [token]
     assert (constraint.resyncs, constraint.has_lost_end) == (1, True)
     assert constraint.compiled is LETTERS
@@ -149,8 +150,8 @@ def test_what_hangs_on_grammars_keeps_to_the_bound_as_it_grows() -> None:
             before = cache.size_of(grammar)
             state, endings = cache.of(grammar).start, cache.of(grammar)
             for token in b"abcdefghijklmnopqrst":
-                endings.row(state, 99, as_matcher(grammar.new_matcher()))
-                state = endings.after(state, (token,), as_matcher(grammar.new_matcher()))
+                endings.row(state, 99, new_text(grammar).without_budget())
+                state = endings.after(state, (token,), new_text(grammar).without_budget())
             assert cache.size_of(grammar) > before
             assert queue.cached_bytes <= bound  # though nothing was asked for since it grew
             alive.append(weakref.ref(grammar))

@@ -35,11 +35,11 @@ def test_a_text_that_goes_on_as_long_as_it_may_is_whole(
     text.bind(compiled, EndingsCache(BYTES))
     assert text.constraint is not None
     fork, written = text.constraint.fork(), 0
-    while fork.accept(ord("a")):
+    while fork.text.accept_token(ord("a")):
         written += 1
     assert written == ROOM - len(".") - 1  # and the end-of-text token
-    assert fork.accept(ord("."))
-    assert fork.accept(BYTES.stop_token_ids[0])
+    assert fork.text.accept_token(ord("."))
+    assert fork.text.accept_token(BYTES.stop_token_ids[0])
 
 
 SHORTEST = {

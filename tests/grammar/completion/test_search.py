@@ -12,11 +12,12 @@ import pytest
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.completion.completion import CompletingGrammar, CompletingMatcher
+from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, as_matcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import probe
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import first_tokens, spread_tokens
 from tests.grammar.completion.test_completion import check_agreement, legal
@@ -88,7 +89,6 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
         budget = endings.cost(endings.start) + slack
         matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
         plain = compiled.new_matcher()
-        assert isinstance(matcher, CompletingMatcher)
         length = 0
         while not matcher.is_terminated():
             ours, all_legal = legal(matcher, EOS + 1), legal(plain, EOS + 1)
@@ -171,7 +171,7 @@ def test_most_of_what_fits_is_in_the_row(name: str, order: str) -> None:
             assert fork.accept_token(token)
             state = endings.start
             assert state is not None
-            way = endings.after(state, (*text, token), as_matcher(fork))
+            way = endings.after(state, (*text, token), probe(fork))
             fits = way is not None and endings.cost(way) < budget - len(text)
             in_row += fits and token in ours
             missing += fits and token not in ours

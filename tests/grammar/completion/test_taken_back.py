@@ -9,8 +9,9 @@ import pytest
 
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.protocol import Matcher, as_matcher, legal_row
+from guided_spec.grammar.protocol import legal_row
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.state import TextState
 from guided_spec.ops.mask_words import ids_of
 from tests.masks.walks import BYTES
 
@@ -24,18 +25,18 @@ def grammar() -> CompletingGrammar:
     return CompletingGrammar(compiled, EndingsCache(BYTES).of(compiled), BUDGET)
 
 
-def legal(matcher: Matcher) -> list[int]:
+def legal(matcher: TextState) -> list[int]:
     return ids_of(legal_row(matcher, BYTES.vocab_size))
 
 
-def behind(grammar: CompletingGrammar, text: list[int]) -> Matcher:
+def behind(grammar: CompletingGrammar, text: list[int]) -> TextState:
     """A new matcher behind a text."""
-    matcher = as_matcher(grammar.new_matcher())
+    matcher = grammar.new_matcher()
     assert all(matcher.accept_token(token) for token in text)
     return matcher
 
 
-def wander(matcher: Matcher, dice: random.Random) -> int:
+def wander(matcher: TextState, dice: random.Random) -> int:
     """Draft up to five legal tokens; returns how many."""
     count = 0
     while count < 5 and not matcher.is_terminated():

@@ -25,17 +25,17 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import NoTableError, TableLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.tabled import (
     TabledGrammar,
-    TabledMatcher,
     TableMaker,
     table_bytes,
 )
 from guided_spec.grammar.tables.token_table import TokenTable
-from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
+from guided_spec.grammar.text.state import probe
+from guided_spec.grammar.text.unique_keys import NotedGrammar, UniqueKeysGrammar
 from guided_spec.masks.constraint import MOST_UNREAD, Constraint, Fork
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 from tests.tiers import examples
@@ -105,9 +105,9 @@ class AgainstTheMatcher(RuleBasedStateMachine):
     def try_any(self, token: int) -> None:
         if token not in legal(self.own):
             assert not self.tabled.accept_token(token)
-            assert not self.tabled.takes([token])
+            assert not probe(self.tabled).takes([token])
         else:
-            assert self.tabled.takes([token])
+            assert probe(self.tabled).takes([token])
 
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
@@ -149,12 +149,11 @@ def test_a_text_goes_over_to_a_table_and_counts_from_there() -> None:
     compiled, table = parts("whole")
     made: Future[TokenTable] = Future()
     matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()
-    assert isinstance(matcher, TabledMatcher)
     assert accepted(matcher, b'{"na')
-    assert (matcher.num_tabled, matcher.row_source is matcher) == (0, False)
+    assert (matcher.num_tabled, matcher.own_matcher is None) == (0, False)
     made.set_result(table)
     assert accepted(matcher, b'me": "b"}')
-    assert (matcher.num_tabled, matcher.row_source is matcher) == (9, True)
+    assert (matcher.num_tabled, matcher.own_matcher is None) == (9, True)
     matcher.rollback(2)
     assert (matcher.num_tabled, matcher.fork().num_tabled) == (7, 7)
     matcher.rollback(11)
@@ -166,13 +165,12 @@ def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
     matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()
     deep = 40
     assert accepted(matcher, b"[" * deep + b"]" * deep)
-    assert isinstance(matcher, Matcher)
     assert 0 < matcher.num_tabled < deep
-    assert matcher.row_source is not matcher
+    assert matcher.own_matcher is not None
     assert matcher.accept_token(STOPS[0])
     assert matcher.is_terminated()
     matcher.rollback(2 * deep)
-    assert matcher.row_source is matcher
+    assert matcher.own_matcher is None
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -234,7 +232,7 @@ def test_a_grammar_without_a_table_keeps_its_matcher() -> None:
     hopeless = TableMaker(fails, 0).attach(SPECS["whole"], compiled_part)
     assert isinstance(hopeless, TabledGrammar)
     assert hopeless.reason == "none today"
-    assert not isinstance(hopeless.new_matcher(), TabledMatcher)
+    assert hopeless.new_parts().tabled is None
 
 
 @pytest.mark.slow
@@ -246,14 +244,14 @@ def test_a_grammar_that_is_sent_again_and_again_gets_its_table_from_a_worker() -
         assert accepted(first, b'{"name')
         for _ in range(31):
             assert not made._workers.pids
-            assert isinstance(grammar.new_matcher(), TabledMatcher)
+            assert grammar.new_parts().tabled is grammar
         until = time.monotonic() + 60
         while grammar.table is None and time.monotonic() < until:
             time.sleep(0.02)
         assert grammar.table is not None, grammar.reason
         assert compare_steps(grammar.table, grammar.inner) is None
         assert accepted(first, b'": "b"}')
-        assert first.num_tabled == 7  # type: ignore[attr-defined]
+        assert first.num_tabled == 7
         assert made._workers.pids
 
 
@@ -286,17 +284,17 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
             state = None if at is None else at.state
             drafted = list[int]()
             for _ in range(4):
-                found = row_of(fork.matcher)
+                found = row_of(fork.text)
                 if state is not None:
                     assert found == table.row(state).tolist()
-                token_id = dice.choice(legal(fork.matcher))
-                assert fork.accept(token_id)
+                token_id = dice.choice(legal(fork.text))
+                assert fork.text.accept_token(token_id)
                 drafted.append(token_id)
-                if fork.matcher.is_terminated():
+                if fork.text.is_terminated():
                     break
                 if state is not None:
                     state = table.after(state, token_id)
-            assert fork.matcher.steered == frozenset() or at is None
+            assert not fork.text.steered or at is None
             constraint.commit_ahead(drafted[: dice.randint(1, 4)])
     assert answers[True] >= 5
     assert answers[False] >= 3 or (max_tokens is None and table.is_whole)
@@ -316,7 +314,7 @@ def test_matchers_of_a_text_in_its_table_read_many_tokens_at_once(max_tokens: in
         assert place.state == [0, *table.states(0, constraint.committed)][-1]
         assert constraint.catch_up() is None
         assert constraint.commit_ahead([97, 97, 98]) == [97, 97, 98]
-        unread.append(len(constraint.committed) - constraint._num_read)
+        unread.append(len(constraint.committed) - len(constraint._original.token_ids))
         assert constraint.num_tabled == len(constraint.committed)
     assert max(unread) == MOST_UNREAD + 2
     assert constraint.commit([48, STOPS[0]]) == [48, STOPS[0]]
@@ -346,17 +344,17 @@ def test_a_fork_that_nobody_asked_for_is_made_anew(
         for constraint in (rare, often):
             assert constraint.table_state(5) is not None
             if constraint is often or step % 40 == 39:
-                row = row_of(constraint.fork().matcher)
-                assert constraint.fork().token_ids == []
+                row = row_of(constraint.fork().text)
+                assert constraint.fork().depth == 0
             assert constraint.commit_ahead([97, 97, 98]) == [97, 97, 98]
             assert constraint.catch_up() is None
         if step % 40 == 39:
-            assert row == row_of(rare._fork.matcher)
+            assert row == row_of(rare._fork.text)
     while len(often.committed) < (max_tokens or 330) - 2:  # a budget takes tokens out of these rows
         for constraint in (rare, often):
-            row = row_of(constraint.fork().matcher)
+            row = row_of(constraint.fork().text)
             constraint.commit_ahead([97])
-        assert row == row_of(rare._fork.matcher)
+        assert row == row_of(rare._fork.text)
     assert all(one.commit([48, STOPS[0]]) == [48, STOPS[0]] for one in (rare, often))
     assert rare.steered == often.steered
     assert bool(rare.steered) == (max_tokens is not None)
@@ -373,13 +371,13 @@ def test_what_a_fork_cut_is_known_when_it_is_made_anew() -> None:
     grammar = EndingsCache(SMALL).bound(grammar, 85, is_required=True)
     constraint = Constraint(grammar, STOPS)
     assert constraint.table_state(5) is None
-    assert legal(constraint.fork().matcher) == [98, 99]
+    assert legal(constraint.fork().text) == [98, 99]
     assert constraint.commit_ahead([98]) == [98]
     for _ in range(78):
         assert constraint.table_state(1) is not None
         assert constraint.commit_ahead([98]) == [98]
         assert constraint.catch_up() is None
-    assert legal(constraint.fork().matcher) == [98, 99]
+    assert legal(constraint.fork().text) == [98, 99]
     assert constraint.steered == [0]
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from guided_spec.engine.chat import Reasoning
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers import BEGINNINGS
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.markers import BEGINNINGS
 from guided_spec.grammar.tools.format import (
     MarkedText,
     ReadText,

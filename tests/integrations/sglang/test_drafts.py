@@ -45,7 +45,9 @@ def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
             assert (constraint is None) == (EOS in text)
             if constraint is not None:
                 assert constraint.committed == text
-                constraint.fork().accept(dice.randrange(VOCAB_SIZE))  # a draft moves a fork alone
+                constraint.fork().text.accept_token(
+                    dice.randrange(VOCAB_SIZE)
+                )  # a draft moves a fork alone
         if dice.random() < 0.2:
             matcher = matcher.copy()
 

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.document import SpecDocument
-from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec, KeyOrder
+from guided_spec.grammar.text.markers import Markers
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars
 from guided_spec.integrations.vllm.grammars import HandingBackend, written

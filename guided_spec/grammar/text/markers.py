@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.protocol import GrammarMatcher, WrappedGrammar, WrappedMatcher
+from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.text.state import TextParts, TextState, WrappedGrammar, new_parts
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
@@ -314,107 +314,49 @@ class AfterGrammar(WrappedGrammar):
     """A compiled grammar that binds after ``marker``; immutable, shared by requests.
 
     budget: free tokens at most before the marker is written; None for any number.
-    excluded: empty, since free text may hold every token. The matchers refuse the inner grammar's.
+    excluded: empty, since free text may hold every token. Its texts refuse the inner grammar's.
     """
 
     marker: Marker
     budget: int | None = None
     excluded: frozenset[int] = frozenset()
 
-    def new_matcher(self) -> AfterMatcher:
-        """A matcher at the start of the free text."""
-        return AfterMatcher(self, self.inner.new_matcher())
+    def new_parts(self) -> TextParts:
+        """Those of the inner grammar, after free text."""
+        inner = new_parts(self.inner)
+        return inner._replace(preamble=FreeText(self.marker, self.budget))
 
     def new_style_matcher(self) -> GrammarMatcher | None:
         """A matcher with the inner grammar's style after the marker; None if it has none."""
         style = self.inner.new_style_matcher()
-        return None if style is None else AfterMatcher(self, style)
+        if style is None:
+            return None
+        parts = TextParts(lambda: style, self.inner.excluded)
+        return TextState.begin(parts._replace(preamble=FreeText(self.marker, self.budget)))
 
 
-class AfterMatcher(WrappedMatcher):
-    """A ``GrammarMatcher`` in two parts: the marker's automaton, then the inner matcher.
+class FreeText(NamedTuple):
+    """Free text up to a marker, see ``Preamble``. budget: as of an ``AfterGrammar``."""
 
-    inner: at its start; it moves only on tokens after the marker.
-    """
-
-    def __init__(self, grammar: AfterGrammar, inner: GrammarMatcher) -> None:
-        self._grammar = grammar
-        self._marker = grammar.marker
-        super().__init__(inner)
-        self._states = [0]  # of the automaton, before every token of the free part and after it
-        self._num_bound = 0  # tokens the inner matcher has accepted
+    marker: Marker
+    budget: int | None
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the marker is complete: from here on the inner grammar rules."""
-        return self._states[-1] == len(self._marker)
+    def end(self) -> int:
+        """The state after the marker."""
+        return len(self.marker)
 
-    @property
-    def row_source(self) -> GrammarMatcher:
-        """The inner matcher once it rules; this one before."""
-        return self._inner.row_source if self.is_bound else self
+    def after(self, state: int, token_id: int, num_tokens: int) -> int | None:
+        """The state after a token; None where it is refused. num_tokens: before it."""
+        if self._is_spent(num_tokens) and token_id != self.marker.spelling[state]:
+            return None
+        return self.marker.step(state, token_id)
 
-    def table_state(self) -> TableState | None:
-        """The inner matcher's once it rules."""
-        return self._inner.table_state() if self.is_bound else None
+    def row(self, state: int, num_tokens: int) -> NDArray[np.int32]:
+        """int32 [W]: the tokens that may come next. Read only."""
+        if self._is_spent(num_tokens):
+            return self.marker.only(self.marker.spelling[state])
+        return self.marker.row(state)
 
-    def read(self, token_ids: Sequence[int]) -> int:
-        """The inner matcher does once it rules."""
-        if not self.is_bound or not self._grammar.inner.excluded.isdisjoint(token_ids):
-            return super().read(token_ids)
-        taken = self._inner.read(token_ids)
-        self._num_bound += taken
-        return taken
-
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, where it is refused."""
-        if self.is_bound:
-            is_excluded = token_id in self._grammar.inner.excluded
-            if is_excluded or not self._inner.accept_token(token_id):
-                return False
-            self._num_bound += 1
-            return True
-        if self._is_spent and token_id != self._marker.spelling[self._states[-1]]:
-            return False
-        state = self._marker.step(self._states[-1], token_id)
-        if state is None:
-            return False
-        self._states.append(state)
-        return True
-
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
-        if self.is_bound:
-            return self._inner.fill_next_token_bitmask(bitmask, index)
-        state = self._states[-1]
-        if self._is_spent:
-            row = self._marker.only(self._marker.spelling[state])
-        else:
-            row = self._marker.row(state)
-        np.asarray(bitmask)[index] = row  # a view, also of a tensor
-        return True
-
-    def fork(self) -> AfterMatcher:
-        """An independent copy at the same position."""
-        copy = AfterMatcher(self._grammar, self._inner.fork())
-        copy._states = self._states.copy()
-        copy._num_bound = self._num_bound
-        return copy
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` accepted tokens, on either side of the marker."""
-        bound = min(num_tokens, self._num_bound)
-        if bound:
-            self._inner.rollback(bound)
-            self._num_bound -= bound
-        if num_tokens > bound:
-            del self._states[bound - num_tokens :]
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token has been accepted, which only the inner grammar does."""
-        return self._num_bound > 0 and self._inner.is_terminated()
-
-    @property
-    def _is_spent(self) -> bool:
-        budget = self._grammar.budget
-        return budget is not None and len(self._states) > budget
+    def _is_spent(self, num_tokens: int) -> bool:
+        return self.budget is not None and num_tokens >= self.budget

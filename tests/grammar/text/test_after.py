@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers import AfterGrammar, AfterMatcher
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec, Start
+from guided_spec.grammar.text.markers import AfterGrammar
+from guided_spec.grammar.text.state import TextState
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
@@ -63,7 +64,7 @@ def expected(after: AfterGrammar, token_ids: list[int]) -> frozenset[int]:
     return legal(after.inner, after.marker, after.budget, token_ids)
 
 
-def check(matcher: AfterMatcher, after: AfterGrammar, token_ids: list[int]) -> None:
+def check(matcher: TextState, after: AfterGrammar, token_ids: list[int]) -> None:
     ended = bool(token_ids) and token_ids[-1] == EOS
     assert matcher.is_terminated() == ended
     if not ended:
@@ -92,9 +93,9 @@ def test_any_moves(
     after = grammar(backend, text, budget)
     matcher = after.new_matcher()
     token_ids: list[int] = []
-    left: list[tuple[AfterMatcher, list[int]]] = []
+    left: list[tuple[TextState, list[int]]] = []
     for move, number in moves:
-        assert isinstance(matcher, AfterMatcher)
+        assert isinstance(matcher, TextState)
         ended = matcher.is_terminated()
         if move == "rollback":
             count = min(number, len(token_ids))
@@ -117,7 +118,7 @@ def test_any_moves(
 
 
 def walk(
-    matcher: AfterMatcher, after: AfterGrammar, token_ids: list[int], wanted: list[int]
+    matcher: TextState, after: AfterGrammar, token_ids: list[int], wanted: list[int]
 ) -> list[int]:
     """Accept what is legal of ``wanted``; the rest must be refused."""
     for token_id in wanted:

@@ -188,7 +188,8 @@ def _ends_in_half(key: bytes) -> bool:
 
 _PIECE = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 _SPECIAL = re.compile(rb'["\\{}\[\],]')
-_CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
+CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
+"""Modes in which tokens that are not ``special`` change nothing."""
 
 
 class KeyTokens:
@@ -198,6 +199,7 @@ class KeyTokens:
     whole: by a decoded key, the tokens that hold it with both quotes.
     loaded: tokens that may hold the ends of two keys of one object.
     texts: by their bytes, all tokens.
+    special: tokens that hold a part of JSON's structure.
 
     All of it is made at once, where grammars are compiled: a row must not wait for it.
     """
@@ -207,7 +209,7 @@ class KeyTokens:
     ) -> None:
         self.data = token_bytes
         self.texts = ids_by_bytes
-        self._is_special = [bool(_SPECIAL.search(data)) for data in self.data]
+        self.special = frozenset(t for t, data in enumerate(self.data) if _SPECIAL.search(data))
         self.closers: dict[bytes, list[int]] = {}
         self.whole: dict[bytes, list[int]] = {}
         self.loaded: list[int] = []
@@ -253,7 +255,7 @@ class KeyTokens:
     def advance(self, state: KeyState, token_id: int) -> KeyState | None:
         """``follow`` of one token."""
         data = self.data[token_id]
-        if not self._is_special[token_id] and state.mode in _CHANGELESS:
+        if token_id not in self.special and state.mode in CHANGELESS:
             return state
         return advance(state, data, self.whole) if data else state
 

@@ -16,12 +16,13 @@ from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.guarded import check_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.key_tokens import START, Keys, KeyState, advance
-from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar, UniqueKeysMatcher
+from guided_spec.grammar.text.key_tokens import START, Keys, KeyState, advance
+from guided_spec.grammar.text.markers import AfterGrammar, Marker
+from guided_spec.grammar.text.state import TextState
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.tiers import examples
 
@@ -125,12 +126,12 @@ def decode(token_ids: list[int]) -> str:
     return b"".join(VOCABULARY.token_bytes[token] for token in token_ids).decode(errors="replace")
 
 
-def check_row(matcher: UniqueKeysMatcher) -> list[int]:
+def check_row(matcher: TextState) -> list[int]:
     """The legal tokens: those of the row, which are those that are accepted."""
-    tokens, inner = legal(matcher), legal(matcher.lenient)
+    tokens, inner = legal(matcher), legal(matcher.without_budget().unfiltered)
     assert tokens, "a dead end"
     assert set(tokens) <= set(inner)
-    assert matcher.row_source is matcher or tokens == inner
+    assert matcher.is_restricted or tokens == inner
     fork = matcher.fork()
     for token in inner:
         is_taken = fork.accept_token(token)
@@ -147,7 +148,6 @@ def test_the_row_is_what_is_accepted(name: str, schema: str, order: str) -> None
     grammar, dice = compiled(name, schema, order), random.Random(f"{name} {schema} {order}")
     for _ in range(3):
         matcher, text = grammar.new_matcher(), list[int]()
-        assert isinstance(matcher, UniqueKeysMatcher)
         while not matcher.is_terminated() and len(text) < 50:
             text.append(choose(check_row(matcher), dice))
             assert matcher.accept_token(text[-1])
@@ -173,7 +173,7 @@ def test_only_texts_with_a_key_twice_are_lost(name: str, schema: str) -> None:
         if inner.is_terminated():
             matcher = grammar.new_matcher()
             is_admitted = all(map(matcher.accept_token, text))
-            assert grammar.new_matcher().is_unique(text) is is_admitted
+            assert grammar.new_matcher().without_budget().takes(text) is is_admitted
             assert is_admitted is not repeats(decode(text)), decode(text)
 
 
@@ -319,9 +319,8 @@ def test_texts_end_within_a_budget(name: str, schema: str) -> None:
 def test_behind_a_marker() -> None:
     grammar = AfterGrammar(compiled("xgrammar", "few"), Marker(tuple(b"::"), VOCABULARY, list))
     matcher = grammar.new_matcher()
-    assert isinstance(matcher, AfterMatcher)
     assert all(map(matcher.accept_token, b'{"a":1,"a"::{"a": 1, "'))
-    assert matcher.row_source is matcher.inner.row_source
+    assert matcher.own_matcher is not None
     assert not matcher.accept_token(TOKENS.index(b'a"', 256))
     assert {VOCABULARY.token_bytes[token][:1] for token in legal(matcher)} == {b"a", b"b"}
 

@@ -1,10 +1,10 @@
 """No key twice in one object: a grammar of JSON texts becomes one whose keys are unique.
 
-A grammar has no memory for keys that it does not list. The matcher here has: it follows the text,
-and takes away every token that would complete a key again. Where keys may run out, as under a
-pattern such as ``^[A-Z]{2}$``, it also takes away what leads to where only such keys are left: the
-last comma, or the first letter of the last key. What is legal depends on the text alone, so that
-speculation stays exact.
+A grammar has no memory for keys that it does not list. The filter here has: it knows the keys of
+open objects, and clears every token that would complete a key again. Where keys may run out, as
+under a pattern such as ``^[A-Z]{2}$``, it also clears what leads to where only such keys are left:
+the last comma, or the first letter of the last key. What is legal depends on the text alone, so
+that speculation stays exact.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.key_tokens import START, Keys, KeyState, KeyTokens, Mode
-from guided_spec.grammar.protocol import (
-    CompiledGrammar,
-    GrammarMatcher,
-    Matcher,
-    WrappedGrammar,
-    WrappedMatcher,
-    legal_row,
-)
+from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.recipe import KeyRules, Recipe, RecipeGrammar
 from guided_spec.grammar.schema.keys import free_keys, required_keys
 from guided_spec.grammar.schema.lowered import Unenforced
+from guided_spec.grammar.text.key_tokens import (
+    CHANGELESS,
+    START,
+    Keys,
+    KeyState,
+    KeyTokens,
+    Mode,
+)
+from guided_spec.grammar.text.row_filter import Mark, Probe
+from guided_spec.grammar.text.state import TextParts, WrappedGrammar, new_parts
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, row_of
 
@@ -76,9 +78,11 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
         inner = self.inner.recipe() if isinstance(self.inner, RecipeGrammar) else None
         return None if inner is None else inner._replace(keys=KeyRules(self.run_out, self.required))
 
-    def new_matcher(self) -> UniqueKeysMatcher:
-        """A matcher at the start of the grammar."""
-        return UniqueKeysMatcher(self, self.inner.new_matcher())
+    def new_parts(self) -> TextParts:
+        """Those of the inner grammar, and a filter."""
+        inner = new_parts(self.inner)
+        own, size = UniqueKeysFilter(self.tokens, run_out=self.run_out), len(self.tokens.data)
+        return inner._replace(filters=(*inner.filters, own), vocab_size=size)
 
 
 MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
@@ -118,61 +122,65 @@ class _Judged(NamedTuple):
     is_unique: bool
 
 
-class UniqueKeysMatcher(WrappedMatcher):
-    """A ``GrammarMatcher`` that knows the keys of the objects that are open.
+class UniqueKeysFilter:
+    """Clears tokens that write a key a second time, see ``RowFilter``. Its state is a ``KeyState``.
 
-    inner: at the start of the grammar.
+    tokens: of the vocabulary. run_out: whether keys may run out, see ``FreeKeys``.
+
+    What it remembers only saves time.
     """
 
-    def __init__(self, grammar: UniqueKeysGrammar[Any], inner: GrammarMatcher) -> None:
-        self._grammar = grammar
-        self._tokens = grammar.tokens
-        super().__init__(inner)
-        self._states = [START]  # before every token and after the last one
+    def __init__(self, tokens: KeyTokens, *, run_out: bool) -> None:
+        self._tokens, self._run_out = tokens, run_out
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
     @property
-    def lenient(self) -> Matcher:
-        """The grammar's own matcher."""
-        return self._inner
+    def wakes(self) -> frozenset[int]:
+        """Tokens that hold a part of JSON's structure."""
+        return self._tokens.special
 
-    @property
-    def row_source(self) -> GrammarMatcher:
-        """The inner matcher's while no token can complete a key again; else this one."""
-        return self if self._may_differ(self._states[-1]) else self._inner.row_source
+    def start(self, length: int) -> Mark:
+        """Outside of every object."""
+        return self._mark(START, length)
 
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by one token; False, and no change, where it is refused."""
-        token_id = int(token_id)
-        if not 0 <= token_id < len(self._tokens.data):
+    def admits(self, mark: Mark, token_id: int, text: Probe) -> bool:
+        """Whether there is such a token: the keys are looked at once the grammar has taken it."""
+        del mark, text
+        return 0 <= token_id < len(self._tokens.data)
+
+    def after(self, mark: Mark, text: Probe) -> Mark | None:
+        """The mark after the last token; None where a key is there twice, or none is left."""
+        state = self._tokens.advance(mark.state, text.token_ids[-1])
+        if state is None or not self._goes_on(state, text):
+            return None
+        return mark if state is mark.state else self._mark(state, len(text.token_ids))
+
+    def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
+        """Clear the tokens after which a key is there twice, or none is left."""
+        state, is_less = mark.state, False
+        if not self._may_differ(state):
             return False
-        state = self._tokens.advance(self._states[-1], token_id)
-        if state is None or not self._inner.accept_token(token_id):
-            return False
-        if not self._goes_on(state):
-            self._inner.rollback(1)
-            return False
-        self._states.append(state)
-        return True
+        bits = row.view(np.uint32)
+        for token in dict.fromkeys(self._suspects(state, row)):
+            word, bit = token >> 5, np.uint32(1 << (token & 31))
+            if bits[word] & bit and not self._takes(state, token, text):
+                bits[word] &= ~bit
+                is_less = True
+        return is_less
 
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
-        forbids = self._inner.fill_next_token_bitmask(bitmask, index)
-        state = self._states[-1]
-        if self._may_differ(state):
-            row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
-            bits = row.view(np.uint32)
-            for token in dict.fromkeys(self._suspects(state, row)):
-                word, bit = token >> 5, np.uint32(1 << (token & 31))
-                if bits[word] & bit and not self._takes(token):
-                    bits[word] &= ~bit
-                    forbids = True
-        return forbids
+    def tokens_left(self, mark: Mark, length: int) -> int | None:
+        """None: a table knows no keys."""
+        del mark, length
+        return None
 
-    def interchangeable(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
+    def fork(self) -> UniqueKeysFilter:
+        """A filter that remembers nothing yet."""
+        return UniqueKeysFilter(self._tokens, run_out=self._run_out)
+
+    def interchangeable(self, mark: Mark, row: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [W]: of some legal tokens those that surely write no key that is there already."""
-        state = self._states[-1]
+        state: KeyState = mark.state
         keys = state.frame.keys if state.frame else None
         if not keys or not (keys.new or keys.old):
             return row
@@ -184,15 +192,11 @@ class UniqueKeysMatcher(WrappedMatcher):
         found = list(dict.fromkeys([*self._suspects(state, row), *beginnings]))
         return row & ~row_of(found, len(self._tokens.data))
 
-    def takes(self, token_ids: Sequence[int]) -> bool:
-        """Most ways end at once in the grammar, whose own code is the faster one."""
-        return self._inner.takes(token_ids) and self.is_unique(token_ids)
-
-    def is_unique(self, token_ids: Sequence[int]) -> bool:
+    def takes(self, mark: Mark, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice after these tokens; nothing else is asked of them."""
-        state: KeyState | None = self._states[-1]
+        state: KeyState | None = mark.state
         if token_ids:
-            state = self._tokens.advance(self._states[-1], token_ids[0])
+            state = self._tokens.advance(mark.state, token_ids[0])
         # Many first tokens leave the state as it is, and the same long way is judged after each.
         rest = tuple(token_ids[1:])
         for judged in self._judged:
@@ -204,22 +208,14 @@ class UniqueKeysMatcher(WrappedMatcher):
         self._judged.append(_Judged(began, rest, state is not None))
         return state is not None
 
-    def fork(self) -> UniqueKeysMatcher:
-        """An independent copy at the same position."""
-        copy = UniqueKeysMatcher(self._grammar, self._inner.fork())
-        copy._states = self._states.copy()
-        copy._ways = self._ways.copy()
-        return copy
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` accepted tokens."""
-        self._inner.rollback(num_tokens)
-        if num_tokens > 0:
-            del self._states[-num_tokens:]
+    def _mark(self, state: KeyState, length: int) -> Mark:
+        """Outside of keys, tokens without structure change nothing."""
+        is_active = state.mode not in CHANGELESS or self._may_differ(state)
+        return Mark(length, state, length) if is_active else Mark(length, state)
 
     def _may_differ(self, state: KeyState) -> bool:
-        """Whether the row may lack tokens that the inner matcher's has."""
-        if self._grammar.run_out or self._tokens.loaded:
+        """Whether the row may lack tokens that the grammar's has."""
+        if self._run_out or self._tokens.loaded:
             return True
         return bool(state.frame and state.frame.spelled) or _is_near(state, in_key=True)
 
@@ -231,14 +227,14 @@ class UniqueKeysMatcher(WrappedMatcher):
                 yield from self._tokens.whole[key]
             if state.mode is Mode.KEY and state.frame.keys is not None:
                 yield from self._closing(state, state.frame.keys, row)
-        if self._grammar.run_out:
+        if self._run_out:
             yield from self._tokens.turning(state.mode, row)
 
     def _closing(self, state: KeyState, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
         """Tokens that complete a key that is there already; or may write more of it."""
         tokens, near = self._tokens, keys.starting(state.key)
         if state.is_pending:
-            every = self._grammar.run_out
+            every = self._run_out
             yield from ids_of(row, len(tokens.data)) if every else tokens.quoted(row)
         elif len(near) < len(tokens.closers):
             for key in near:
@@ -247,7 +243,7 @@ class UniqueKeysMatcher(WrappedMatcher):
             for rest, closers in tokens.closers.items():
                 if keys.holds(state.key + rest):
                     yield from closers
-        if self._grammar.run_out:
+        if self._run_out:
             yield from self._beginnings(state.key, near)
 
     def _beginnings(self, key: bytes, near: Sequence[bytes]) -> Iterator[int]:
@@ -256,53 +252,53 @@ class UniqueKeysMatcher(WrappedMatcher):
             for end in range(len(key) + 1, len(other) + 1):
                 yield from self._tokens.texts.get(other[len(key) : end], ())
 
-    def _takes(self, token_id: int) -> bool:
-        """Whether a token that the inner matcher takes is legal."""
-        state = self._tokens.advance(self._states[-1], token_id)
-        if state is None or not self._grammar.run_out or not _is_near(state):
-            return state is not None
-        if not self._inner.accept_token(token_id):
-            return True  # which is for the inner matcher to say
-        goes_on = self._goes_on(state)
-        self._inner.rollback(1)
+    def _takes(self, state: KeyState, token_id: int, text: Probe) -> bool:
+        """Whether a token that the grammar takes is legal."""
+        then = self._tokens.advance(state, token_id)
+        if then is None or not self._run_out or not _is_near(then):
+            return then is not None
+        if not text.accept_token(token_id):
+            return True  # which is for the grammar to say
+        goes_on = self._goes_on(then, text)
+        text.rollback(1)
         return goes_on
 
-    def _goes_on(self, state: KeyState) -> bool:
-        """Whether a key is left that the object does not have. The inner matcher stands there."""
-        if not self._grammar.run_out or not _is_near(state):
+    def _goes_on(self, state: KeyState, text: Probe) -> bool:
+        """Whether a key is left that the object does not have. ``text`` stands in ``state``."""
+        if not self._run_out or not _is_near(state):
             return True
-        if self._leads_away(state, self._ways.get(state.mode, ())):
+        if self._leads_away(state, self._ways.get(state.mode, ()), text):
             return True
         way, seen = list[int](), {state}
-        waiting = [self._look(state, seen, spaced=False)]
+        waiting = [self._look(state, seen, text, spaced=False)]
         while waiting and waiting[-1].away is None:
             option = next(waiting[-1].near, None)
             if option is None:
                 waiting.pop()
-                self._inner.rollback(len(way[-1:]))
+                text.rollback(len(way[-1:]))
                 del way[-1:]
-            elif self._inner.accept_token(option[0]):
+            elif text.accept_token(option[0]):
                 way.append(option[0])
-                waiting.append(self._look(option[1], seen, spaced=option[1] is state))
-        self._inner.rollback(len(way))
+                waiting.append(self._look(option[1], seen, text, spaced=option[1] is state))
+        text.rollback(len(way))
         if waiting:
             self._ways[state.mode] = (*way, waiting[-1].away or 0)
         return bool(waiting)
 
-    def _leads_away(self, state: KeyState, way: tuple[int, ...]) -> bool:
+    def _leads_away(self, state: KeyState, way: tuple[int, ...], text: Probe) -> bool:
         """Whether these tokens begin or complete a key that is not there yet."""
         count, is_near = 0, True
         for token in way:
             then = self._tokens.advance(state, token)
-            if then is None or not self._inner.accept_token(token):
+            if then is None or not text.accept_token(token):
                 break
             count, state, is_near = count + 1, then, _is_near(then)
-        self._inner.rollback(count)
+        text.rollback(count)
         return not is_near
 
-    def _look(self, state: KeyState, seen: set[KeyState], *, spaced: bool) -> _Ahead:
+    def _look(self, state: KeyState, seen: set[KeyState], text: Probe, *, spaced: bool) -> _Ahead:
         """What may follow, but for states in ``seen``; these are added to it."""
-        row = legal_row(self._inner, len(self._tokens.data))
+        row = legal_row(text, len(self._tokens.data))
         near: list[tuple[int, KeyState]] = []
         for token in ids_of(row):
             then = self._tokens.advance(state, token)

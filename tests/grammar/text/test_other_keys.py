@@ -17,7 +17,7 @@ from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from tests.masks.walks import BYTES, accepts, walk
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)

@@ -120,11 +120,10 @@ def test_a_fork_that_goes_alone_writes_none_either(name: str) -> None:
     korean = ["한".encode()[at : at + 1] for at in range(3)]
     for taken in range(3):
         fork = constraint.fork()
-        assert fork.is_alone == (name != "keys")  # whose keys have to be followed
         assert fork.advance([IDS[b"\xed"], IDS[b"\xa0"]]) == 1
-        assert not fork.accept(IDS[PARTS[3]])
+        assert not fork.text.accept_token(IDS[PARTS[3]])
         row = np.full((1, -(-len(DATA) // 32)), -1, dtype=np.int32)
-        fork.row_source.fill_next_token_bitmask(row, 0)
+        fork.text.fill_next_token_bitmask(row, 0)
         assert not {*ids_of(row[0])} & {IDS[b"\xa0"], IDS[b"\xb3\xbb"]}
         assert {*ids_of(row[0])} & {IDS[b"\x95"]}
         fork.rollback_to(0)
