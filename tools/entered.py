@@ -2,8 +2,9 @@
 
 A file counts when one of its functions is called: from a schema's ``GrammarSpec`` to its first mask
 row, from a proposer to the commit of a step, and from the target's forward over a prompt to the
-head that has read its hidden states. Toys stand for model and vocabulary, but the head and its
-target are the bundled ones.
+head that has read its hidden states. Toys stand for model and vocabulary there, but the head and
+its target are the bundled ones. Last come whole steps of an engine with the bundled target, which
+decode one text of a schema, with the number of changes from one file to another.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +23,7 @@ import guided_spec
 from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.core import PromptPiece, Proposer, from_propose
+from guided_spec.engine.llm import LLM
 from guided_spec.engine.target.target import make_target
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.document import GrammarLimits
@@ -35,6 +38,7 @@ from guided_spec.models.loading import load_model
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.ngram import NGram
 from guided_spec.step import commit, speculative_step
+from guided_spec.types import SamplingParams
 from tests.toys import ToyCompiled, ToyDrafter, ToyTarget, text_rule, toy_batch, toy_context
 
 SCHEMA = {
@@ -47,21 +51,50 @@ LETTERS = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,), 257
 PACKAGE = f"{Path(guided_spec.__file__).parent}/"
 
 
-def entered(work: Callable[[], object]) -> list[str]:
-    """The files of the package that ``work`` enters in this thread, in the order of the calls."""
-    found: dict[str, None] = {}
+class Trace(NamedTuple):
+    """files: of the package that were entered, in the order of the first calls. changes: how often
+    a call entered another file than the call before it. calls: of functions.
+    """
+
+    files: list[str]
+    changes: int
+    calls: int
+
+
+def trace(work: Callable[[], object]) -> Trace:
+    """What ``work`` enters in this thread."""
+    found: list[str] = []
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         _, is_own, name = frame.f_code.co_filename.partition(PACKAGE)
         if event == "call" and is_own:
-            found[name] = None
+            found.append(name)
 
     sys.setprofile(see)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return list(found)
+    changes = sum(one != other for one, other in pairwise(found))
+    return Trace(list(dict.fromkeys(found)), changes, len(found))
+
+
+def entered(work: Callable[[], object]) -> list[str]:
+    """The files of the package that ``work`` enters in this thread, in the order of the calls."""
+    return trace(work).files
+
+
+def engine_steps(proposer: str) -> Trace:
+    """A step of an engine in the middle of a text: the one with the median number of changes."""
+    steps: list[Trace] = []
+    with LLM(proposer=proposer, grammar_tables="off") as llm:
+        engine = llm._runner.setup.engine  # type: ignore[attr-defined]
+        step = engine.step
+        engine.step = lambda: steps.append(trace(step))
+        params = SamplingParams(max_tokens=60, grammar=GrammarSpec.json_schema(SCHEMA))
+        llm.generate("A person as JSON: ", params)
+    middle = sorted(steps[2:-1], key=lambda one: one.changes)
+    return middle[len(middle) // 2]
 
 
 def fill_row() -> None:
@@ -111,6 +144,10 @@ def main() -> None:
     ):
         files = entered(work)
         sys.stdout.write(f"{name}: {len(files)} files: {' '.join(files)}\n")
+    for name in ("ngram", "eagle3"):
+        found = engine_steps(name)
+        counts = f"{len(found.files)} files, {found.calls} calls, {found.changes} changes of file"
+        sys.stdout.write(f"a step of {name}: {counts}: {' '.join(found.files)}\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -22,10 +22,10 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.config import EngineConfig
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide, GuidedText
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.tokenizer import load_tokenizer
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.step import commit
 from guided_spec.types import Accepted, SamplingParams
 
@@ -50,10 +50,7 @@ class StepTimes(NamedTuple):
 
 
 class Writing:
-    """So many texts at a time, one document after another.
-
-    order: of the keys; "any" keeps keys apart, which costs more than a schema's own order.
-    """
+    """So many texts at a time, one document after another."""
 
     def __init__(self, guide: Guide, documents: list[Document], num_texts: int) -> None:
         self._guide, self._documents = guide, documents
@@ -137,8 +134,8 @@ def main(
         stdout().print(table)
 
 
-def read_documents(workload: Path | None, tokenizer: object, kind: str) -> list[Document]:
-    """Those of a workload; with "open keys", objects may hold keys that their schemas do not name."""
+def read_documents(workload: Path | None, tokenizer: Any, kind: str) -> list[Document]:
+    """Those of a workload. kind: "open keys" takes any JSON object, whose keys are kept apart."""
     documents = []
     for item in load_workload(workload or Path(bundled_asset("heldout.jsonl")), 1000):
         if item.grammar is None or item.answer is None or item.grammar.kind != "json_schema":

@@ -75,7 +75,9 @@ class RowFilling:
     def native_seconds(self, threads: int) -> float:
         """The time that xgrammar's own threads take for one row of each request."""
         batch = xgrammar.BatchGrammarMatcher(threads)
-        matchers: list[Any] = [constraint.fork().own_matcher for constraint in self._constraints]
+        matchers: list[Any] = [
+            constraint.fork().text.own_matcher for constraint in self._constraints
+        ]
         bitmask = np.zeros((len(matchers), len(self._rows.words(0, 0))), dtype=np.int32)
         return host_seconds(lambda: batch.batch_fill_next_token_bitmask(matchers, bitmask))
 

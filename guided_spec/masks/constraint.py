@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, RowSource
+from guided_spec.grammar.protocol import CompiledGrammar, RowSource
 from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.text.state import TextState, new_text
 
@@ -54,15 +54,15 @@ class Fork:
 
     text: committed tokens, and the draft. start: how many of them are committed.
     kept: the row of the committed text, where that was filled before; None where it was not.
-    clock: returns seconds. seconds: that its text took in this step. cpu_seconds: those of them
-    that are known to be the CPU's.
+    is_timed: whether the CPU time of its own rows counts, else that of a clock. seconds: that its
+    text took in this step. cpu_seconds: those of them that are known to be the CPU's.
     """
 
     def __init__(self, text: TextState, start: int = 0) -> None:
         self.text = text
         self.start = start
         self.kept: KeptRow | None = None
-        self.clock: Callable[[], float] = time.perf_counter
+        self.is_timed = False
         self.seconds = self.cpu_seconds = 0.0
 
     @property
@@ -75,20 +75,14 @@ class Fork:
         """Tokens of the draft."""
         return len(self.text.token_ids) - self.start
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether the CPU time of its own rows counts, else that of a clock."""
-        return self.clock is time.thread_time
+    def now(self) -> float:
+        """Seconds, by the clock that counts."""
+        return time.thread_time() if self.is_timed else time.perf_counter()
 
     @property
     def row_source(self) -> RowSource:
         """What fills the next row."""
         return self.text if self.kept is None or self.depth else self.kept
-
-    @property
-    def own_matcher(self) -> GrammarMatcher | None:
-        """As its text has it; None where the row is there already."""
-        return self.text.own_matcher if self.kept is None or self.depth else None
 
     def rollback_to(self, depth: int) -> None:
         """Go back until only the first ``depth`` tokens of the draft are left."""
@@ -99,13 +93,13 @@ class Fork:
 
         Returns how many of them it took: it stops at one that is refused, and at the text's end.
         """
-        agreed = 0
-        for wanted, drafted in zip(token_ids, self.token_ids, strict=False):
+        text, start, agreed = self.text, self.start, 0
+        for wanted, drafted in zip(token_ids, text.token_ids[start:], strict=False):
             if wanted != drafted:
                 break
             agreed += 1
-        self.rollback_to(agreed)
-        return agreed + self.text.accept_tokens(token_ids[agreed:])
+        text.rollback_to(start + agreed)
+        return agreed + text.accept_tokens(token_ids[agreed:])
 
     def commit(self) -> None:
         """The draft is committed: it cannot be taken back any more."""
@@ -150,7 +144,7 @@ class Constraint:
 
     @is_timed.setter
     def is_timed(self, is_timed: bool) -> None:
-        self._fork.clock = time.thread_time if is_timed else time.perf_counter
+        self._fork.is_timed = is_timed
 
     @property
     def seconds(self) -> float:
@@ -203,12 +197,11 @@ class Constraint:
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
-        fork = self._fork
-        began = fork.clock()
+        began = self._fork.now()
         self._advance_fork()
         fork = self._fork
         fork.rollback_to(0)
-        fork.seconds, fork.cpu_seconds = fork.clock() - began, 0.0
+        fork.seconds, fork.cpu_seconds = fork.now() - began, 0.0
         return fork
 
     def prepare(self, num_words: int) -> None:
@@ -304,11 +297,9 @@ class Constraint:
         whose table gives its state.
         """
         if self._place is None:
-            fork = self._fork
-            began = fork.clock()
+            began = self._fork.now()
             self._read_committed()
-            fork = self._fork
-            fork.seconds += fork.clock() - began
+            self._fork.seconds += self._fork.now() - began
         elif len(self._unread) >= MOST_UNREAD:
             self._advance_original()  # nobody may ever ask for the fork
         return self._failure
@@ -326,10 +317,11 @@ class Constraint:
 
     def _advance_original(self) -> None:
         """Bring the original to the end of the committed text."""
-        unread = self._unread
+        original = self._original
+        unread = self.committed[len(original.token_ids) :]
         if unread:
-            is_refused = self._original.accept_tokens(unread) < len(unread)
-            if is_refused or self._original.is_terminated():
+            is_refused = original.accept_tokens(unread) < len(unread)
+            if is_refused or original.is_terminated():
                 self._rebuild()
 
     def _advance_fork(self) -> None:
@@ -402,7 +394,7 @@ class Constraint:
         self._original = text
         self.is_terminated = text.is_terminated()
         before, self._fork = self._fork, Fork(text.fork(), len(self.committed))
-        self._fork.clock, self._fork.seconds = before.clock, before.seconds
+        self._fork.is_timed, self._fork.seconds = before.is_timed, before.seconds
         self._place = None
         self.resyncs += 1
         return wanted[len(self.committed) : end]

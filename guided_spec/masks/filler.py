@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
-from guided_spec.grammar.text.state import TextState
 from guided_spec.home import once_per_process
 from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
@@ -225,9 +224,10 @@ class RowFiller:
         """Returns the seconds that it took."""
         fork = draft.fork
         assert fork is not None
-        began = fork.clock()
+        began = fork.now()
         # Tokens may have been appended unfilled: back to the first missing row, and up again.
-        fork.rollback_to(draft.filled)
+        if len(draft.drafted) > draft.filled:
+            fork.rollback_to(draft.filled)
         for depth in range(draft.filled, len(draft.drafted)):
             self._rows.fill(fork.row_source, draft.request, depth)
             fork.text.accept_token(draft.drafted[depth])
@@ -235,14 +235,14 @@ class RowFiller:
         if draft.num_missing:
             self._rows.fill(fork.row_source, draft.request, len(draft.drafted))
             draft.filled += 1
-        seconds = fork.clock() - began
+        seconds = fork.now() - began
         fork.seconds += seconds
         return seconds
 
     def _fill_together(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
         """Every draft's next missing row, then the row after that, ..."""
         for draft in drafts:
-            if draft.fork is not None:
+            if draft.fork is not None and len(draft.drafted) > draft.filled:
                 draft.fork.rollback_to(draft.filled)
         while drafts:
             began = time.perf_counter()
@@ -265,22 +265,23 @@ class RowFiller:
         """One row of each draft: xgrammar's in one call, others one by one."""
         matchers: list[Any] = []
         cells: list[tuple[int, int]] = []
-        restricted: list[tuple[TextState, int, int]] = []
+        restricted: list[RequestDraft] = []
         for draft in drafts:
-            fork, cell = draft.fork, (draft.request, draft.filled)
+            fork = draft.fork
             assert fork is not None
-            matcher = fork.own_matcher
+            matcher = fork.text.own_matcher if fork.kept is None else None
             if not batch.takes(matcher):
-                self._rows.fill(fork.row_source, *cell)
+                self._rows.fill(fork.row_source, draft.request, draft.filled)
                 continue
             matchers.append(matcher)
-            cells.append(cell)
+            cells.append((draft.request, draft.filled))
             if fork.text.is_restricted:
-                restricted.append((fork.text, *cell))
+                restricted.append(draft)
         if matchers:
             self._rows.fill_many(batch, matchers, cells)
-        for text, request, depth in restricted:
-            text.restrict(self._rows.words(request, depth))
+        for draft in restricted:
+            assert draft.fork is not None
+            draft.fork.text.restrict(self._rows.words(draft.request, draft.filled))
 
 
 @cache

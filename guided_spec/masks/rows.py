@@ -480,7 +480,7 @@ class MaskRows:
 
     def fill(self, matcher: RowSource, request: int, depth: int) -> None:
         """Fill one row from the matcher's state."""
-        self._block.fill(matcher, self._at(request, depth))
+        self._block.fill(matcher, depth * self._active + request)
 
     def fill_many(
         self, batch: XGrammarBatch, matchers: Sequence[Any], cells: Sequence[tuple[int, int]]
@@ -494,7 +494,7 @@ class MaskRows:
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
-        return self._block.allows(self._at(request, depth), token_id)
+        return self._block.allows(depth * self._active + request, token_id)
 
     def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""

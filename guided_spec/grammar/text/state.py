@@ -161,6 +161,9 @@ class TextState:
         # Of each filter, by ``at``; none before the grammar has begun.
         self._marks: list[list[Mark]] = [[] for _ in self._filters]
         self._until = UNBOUND  # the least of the last marks
+        # Whether the library's matcher stands at the end of the text and judges the next token,
+        # and the tokens are known that end a text: most are so, and cost little then.
+        self._is_plain = False
         self._start: int | None = None  # tokens before the grammar begins
         self._states = [0]  # of the preamble, before every token and after the last one
         self._own: GrammarMatcher | None = None  # the library's
@@ -220,6 +223,8 @@ class TextState:
 
         Rows of many matchers may be filled in one call; ``restrict`` completes them.
         """
+        if self._is_plain and (self._awaited is None or self._awaited.table is None):
+            return self._own
         return self._read() if self._start is not None and self._state() == OUTSIDE else None
 
     @property
@@ -229,9 +234,12 @@ class TextState:
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
-        if len(self.token_ids) + 1 < self._until and not self._is_awoken_by(token_id):
-            return self._take(token_id)
-        return self._advance(token_id, len(self._filters))
+        if len(self.token_ids) + 1 >= self._until:
+            return self._advance(token_id, len(self._filters))
+        for wakes in self._alarms:
+            if token_id in wakes:
+                return self._advance(token_id, len(self._filters))
+        return self._take(token_id)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
         """Accept tokens up to the end of the text or the first refused one; returns how many."""
@@ -245,8 +253,9 @@ class TextState:
             token_ids = token_ids[count:]
         else:
             count = 0
+        is_terminated, accept = self.is_terminated, self.accept_token
         for token_id in token_ids:
-            if self.is_terminated() or not self.accept_token(token_id):
+            if is_terminated() or not accept(token_id):
                 break
             count += 1
         return count
@@ -264,28 +273,34 @@ class TextState:
         if surplus <= 0:
             return
         del self.token_ids[length:]
-        if self._start is not None:
-            self._rollback_grammar(length - self._start, surplus)
-        if self._start is None:
-            del self._states[length + 1 :]
+        start, own = self._start, self._own
+        if self._is_plain and own is not None and start is not None and length >= start:
+            own.rollback(surplus)
+        else:
+            self._rollback_others(length, surplus)
+        if self.steered:  # the row of the position that is left now stays as it was
+            self.steered = {at for at in self.steered if at <= length}
+        is_changed = start is not self._start
         for marks in self._marks:
             while marks and marks[-1].at > length:
                 marks.pop()
-        if self.steered:  # the row of the position that is left now stays as it was
-            self.steered = {at for at in self.steered if at <= length}
-        self._update()
+                is_changed = True
+        if is_changed:
+            self._update()
 
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""
-        start = self._start
+        start, stops = self._start, self._parts.stops
         if start is None:
             return False
+        has_begun = len(self.token_ids) > start
+        if self._is_plain and has_begun and stops is not None:
+            return self.token_ids[-1] in stops
         if (state := self._state()) != OUTSIDE:
             return state == ENDED
-        stops = self._parts.stops
-        if stops is not None and len(self.token_ids) > start:
+        if stops is not None and has_begun:
             return self.token_ids[-1] in stops
-        if self._parts.preamble is not None and len(self.token_ids) == start:
+        if self._parts.preamble is not None and not has_begun:
             return False
         return self._read().is_terminated()
 
@@ -303,7 +318,7 @@ class TextState:
         copy = TextState(self._parts.fork())
         copy.token_ids, copy.steered = self.token_ids.copy(), self.steered.copy()
         copy._marks = [marks.copy() for marks in self._marks]
-        copy._until, copy._start, copy._states = self._until, self._start, self._states.copy()
+        copy._start, copy._states = self._start, self._states.copy()
         copy._awaited, copy._table, copy._since = self._awaited, self._table, self._since
         copy._table_states = self._table_states.copy()
         if self._own is not None and state == OUTSIDE:
@@ -311,6 +326,7 @@ class TextState:
             copy._num_unread = self._num_unread
         elif self._start is not None:
             copy._num_unread = len(self.token_ids) - self._start
+        copy._update()
         return copy
 
     def table_state(self) -> TableState | None:
@@ -333,17 +349,11 @@ class TextState:
         """The text as the grammar alone sees it; whoever moves it, moves it back."""
         return TextProbe(self, len(self._parts.filters))
 
-    def _is_awoken_by(self, token_id: int) -> bool:
-        for wakes in self._alarms:  # noqa: SIM110 - a loop takes half the time
-            if token_id in wakes:
-                return True
-        return False
-
     def _filters_see(self, token_ids: Sequence[int]) -> bool:
         """Whether any filter has to look at one of the next tokens."""
         if len(self.token_ids) + len(token_ids) >= self._until:
             return True
-        return any(map(self._is_awoken_by, token_ids))
+        return not all(wakes.isdisjoint(token_ids) for wakes in self._alarms)
 
     def _advance(self, token_id: int, count: int) -> bool:
         """``accept_token``, as the first ``count`` filters see the text."""
@@ -371,17 +381,20 @@ class TextState:
 
     def _take(self, token_id: int) -> bool:
         """Advance by one token whatever filters say; False, and no change, where it is refused."""
+        parts, own = self._parts, self._own
+        is_out = not 0 <= token_id < parts.vocab_size or token_id in parts.excluded
+        if self._is_plain and own is not None:
+            if is_out or not own.accept_token(token_id):
+                return False
+            self.token_ids.append(token_id)
+            return True
         if self._start is None:
             return self._take_free(token_id)
-        parts = self._parts
-        if not 0 <= token_id < parts.vocab_size or token_id in parts.excluded:
+        if is_out:
             return False
         state = self._state()
         if state == OUTSIDE:
-            own = self._own
-            if own is None or self._num_unread:
-                own = self._read()
-            if not own.accept_token(token_id):
+            if not self._read().accept_token(token_id):
                 return False
             then = OUTSIDE
         else:
@@ -422,6 +435,13 @@ class TextState:
         self._table_states = [] if self._table is None else [0]
         for one, marks in zip(self._parts.filters, self._marks, strict=False):
             marks.append(one.start(self._start))
+
+    def _rollback_others(self, length: int, surplus: int) -> None:
+        """Bring all but the tokens back, where the library's matcher does not judge alone."""
+        if self._start is not None:
+            self._rollback_grammar(length - self._start, surplus)
+        if self._start is None:
+            del self._states[length + 1 :]
 
     def _rollback_grammar(self, length: int, surplus: int) -> None:
         """Go back to the first ``length`` tokens of the grammar; below 0 it has not begun."""
@@ -470,7 +490,14 @@ class TextState:
         return is_less
 
     def _update(self) -> None:
-        self._until = min((marks[-1].until for marks in self._marks if marks), default=UNBOUND)
+        until = UNBOUND
+        for marks in self._marks:
+            if marks and marks[-1].until < until:
+                until = marks[-1].until
+        self._until = until
+        has_own = self._own is not None and self._num_unread == 0
+        is_known = self._start is not None and self._parts.stops is not None
+        self._is_plain = self._table is None and has_own and is_known
 
     def _state(self) -> int:
         """Where a text of the grammar stands in the table; ``OUTSIDE`` while there is none."""
@@ -493,6 +520,7 @@ class TextState:
         if state != OUTSIDE:
             self._own = self._own_more = None
             self._num_unread = len(text)
+        self._update()
 
     def _hold(self, own: GrammarMatcher) -> None:
         self._own = own
@@ -500,18 +528,21 @@ class TextState:
 
     def _read(self) -> GrammarMatcher:
         """The library's matcher, after the text so far."""
+        if self._own is not None and not self._num_unread:
+            return self._own
         if self._own is None:
             assert self._start is not None
             self._hold(self._parts.new_matcher())
             self._num_unread = len(self.token_ids) - self._start
-        if self._num_unread:
-            for token_id in self.token_ids[-self._num_unread :]:
-                if not self._own.accept_token(token_id):
-                    reason = f"refuses token {token_id}, which its table allows"
-                    raise GrammarStateError(f"the grammar's matcher {reason}")
-                self._num_unread -= 1
-        assert self._own is not None
-        return self._own
+        own = self._own
+        assert own is not None
+        for token_id in self.token_ids[len(self.token_ids) - self._num_unread :]:
+            if not own.accept_token(token_id):
+                reason = f"refuses token {token_id}, which its table allows"
+                raise GrammarStateError(f"the grammar's matcher {reason}")
+            self._num_unread -= 1
+        self._update()
+        return own
 
 
 class TextProbe:
