@@ -211,7 +211,7 @@ LaunchCarry = Callable[[Accepted, TargetOutput, Download], object | None]
 class FinishedDraft(NamedTuple):
     """A draft that the host knows already.
 
-    launch_carry: makes the state for the next step; None: there is none.
+    launch_carry: launches the state for the next step; None: there is none.
     """
 
     draft: Draft
@@ -232,7 +232,7 @@ class FinishedDraft(NamedTuple):
         return self.draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        """What ``launch_carry`` returns; None where there is none."""
+        """State for the next step's draft, from ``launch_carry``; None where there is none."""
         return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
@@ -256,8 +256,8 @@ class Proposer(Protocol):
         Continues after ``lookahead.drafted`` and reports every token it drafts to the lookahead,
         by ``accept`` or ``extend``, now or in ``finish``; the draft holds its own tokens only.
 
-        carry: what ``carry`` of the last step's draft returned; None where there is nothing. The
-        texts may have gone on otherwise, ended, or changed their slots since.
+        carry: state that the last step's draft returned; None where there is none. Texts may have
+        continued with other tokens, ended, or changed their slots since.
         """
         ...
 
@@ -407,8 +407,8 @@ class TargetModel(Protocol):
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
 
-        flight: its ``draft`` is to be verified, and not to be finished here. Rows need not be read
-        beyond its ``most``; what turns out to be beyond a row's end is never used.
+        flight: holds the ``draft`` to verify; do not call its ``finish``. Rows need not be read
+        beyond its ``most``; outputs beyond a row's end are never used.
         """
         ...
 

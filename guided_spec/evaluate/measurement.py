@@ -45,7 +45,7 @@ REQUEST_KEYS = ("prompt", "messages", "answer", *GRAMMAR_KEYS, *NOTE_KEYS)
 
 
 class WorkItem(NamedTuple):
-    """One request: a prompt (text or chat messages), its grammar, and ``answer``: the right one."""
+    """One request: a prompt (text or chat messages), its grammar, and the right ``answer``."""
 
     prompt: Any
     grammar: GrammarSpec | None

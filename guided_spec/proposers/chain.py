@@ -116,7 +116,7 @@ class _Turns:
         return flight
 
     def _advance(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
-        """Append the draft of ``flight``, which starts after ``starts`` [B] tokens."""
+        """Append a member's draft, which starts after ``starts`` [B] drafted tokens."""
         draft = flight.finish()
         # A token that the grammar refused may be left out of the draft, which is then shorter.
         lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)

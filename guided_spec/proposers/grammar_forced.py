@@ -2,7 +2,7 @@
 
 A token is rarely forced (after ``{"`` the tokens ``n``, ``na`` and ``name`` may all be legal), but
 the *text* often is. So the search goes byte by byte: as long as exactly one single byte is legal,
-it is forced. The forced text is then tokenised the way the tokenizer would write it. The last token
+it is forced. The forced text is then tokenised as the tokenizer would write it. The last token
 may be wrong where the tokenizer would have merged it with the next text; verification is exact, so
 that costs nothing but the token.
 """

@@ -46,7 +46,7 @@ class TokenTrace:
         filters.
     allowed: tokens that the grammar allowed there; None for free text, and after a token that it
         refuses.
-    place: JSON pointer of the value that was being written before it; None unless the text is JSON.
+    place: JSON pointer of the value being written before it; None unless the text is JSON.
     """
 
     id: int

@@ -20,11 +20,11 @@ from guided_spec.training.unroll_attention import UNROLLED, unrolled_attention
 
 
 def compile_layers(model: nn.Module) -> None:
-    """In place, what is between the products of heads that are on CUDA: norms, with what is joined
-    or added next to them, MLPs' gates, and the rotation for the attention of an unroll.
+    """Replace the elementwise parts of heads on CUDA by compiled ones; changes ``model``.
 
-    Norms return the dtype of autocast. Products are what reads them, and would each make that of
-    float32 anew.
+    These are norms with the joins and sums next to them, the gates of MLPs, and the rotation for
+    the attention of an unroll. Norms return the dtype of autocast: each matrix product after them
+    would otherwise cast float32 again.
     """
     for module in model.modules():
         if type(module) in _RUNS and next(module.parameters()).is_cuda:
@@ -54,7 +54,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _run_first(layer: Any, embedding: Tensor, hidden: Tensor, **attention: Any) -> Tensor:
-    """``FirstLayer``'s."""
+    """The forward of ``FirstLayer``, [B, T, H]; embedding, hidden: [B, T, H]."""
     norms = layer.input_layernorm, layer.hidden_norm
     eps: float = layer.hidden_norm.variance_epsilon
     rows = embedding.flatten(0, -2), hidden.flatten(0, -2)
@@ -133,7 +133,7 @@ def _run_attention(
 
 @compiled_on_cuda
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """By their places. query, key: [n, heads, D]. cos, sin: [n, D]."""
+    """Rotate by position. query, key: [n, heads, D]. cos, sin: [n, D]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
 

@@ -1,4 +1,4 @@
-"""What a training run is told, whatever the algorithm: data, steps, rates, where results go."""
+"""The options of a training run, for all algorithms: data, steps, rates, where results go."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def close_accelerator(accelerator: Any) -> None:
 
 
 def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:
-    """Tell FSDP, where it is used, to shard each of ``layers``; before the model is prepared."""
+    """Let FSDP, where it is used, shard each of ``layers``; before the model is prepared."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
@@ -220,7 +220,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
         fix = "does not go with sharding='fsdp', with which nobody has tried it: leave one out"
         raise ConfigError("gradient_checkpointing", "True", fix)
     with _without_empty_folders(options):
-        _check_places(options)
+        _check_outputs(options)
         repository = HubRepository.of(options)
         accelerator = make_accelerator(options)
         stopped: TrainingStoppedError | None = None
@@ -248,7 +248,7 @@ def _without_empty_folders(options: TrainOptions) -> Iterator[None]:
         raise
 
 
-def _check_places(options: TrainOptions) -> None:
+def _check_outputs(options: TrainOptions) -> None:
     """Refuse what a run could not read from or write to."""
     check_output(Path(options.output), resume=options.resume)
     check_sources(options.data)

@@ -1,4 +1,4 @@
-"""The scores of given texts, a row of tokens of each in a forward."""
+"""The scores of texts that the caller passes, a row of tokens of each in a forward."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class GraphPool:
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
         fixed: tensors on the device that are read where they lie, without a copy.
-        body: must not wait for the device. It may change its inputs in place; what else it writes
+        body: must not wait for the device. It may change its inputs in-place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
         overlapped: work of this thread for which a device waits that runs, or is launched here. It
             is called once, overlapped with the launch, and before a capture.

@@ -46,10 +46,10 @@ class HeadLine(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
-    """Verified tokens of R texts of which the host does not know yet how many there are.
+    """Verified tokens of R texts; the host does not know yet how many each of them has.
 
-    token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R], in
-    [0, T), where each row ends; anything may follow. counts: [R] tokens of each row at most.
+    token_ids: int64 [R, T] on the device. states: [R, T, X] of these tokens. last: int64 [R], in
+    [0, T), where each row ends; later entries are arbitrary. counts: [R] tokens of a row at most.
     """
 
     slots: Sequence[int]

@@ -42,8 +42,8 @@ GRAMMAR_KEYS = (*GRAMMARS, *SETTINGS, "after", "reasoning_budget")
 NOTE_KEYS = ("id", "kind", "metadata", "source")
 """What a record may say of itself; nothing reads it."""
 
-ANSWER_NAMES = ("response", "completion", "answer")
-"""Where the answer to a prompt stands; the first one that is there counts."""
+RESPONSE_NAMES = ("response", "completion", "answer")
+"""The keys that may hold the response to a prompt; the first one that is there counts."""
 
 CHAT_NAMES = ("messages", "conversations", "prompt")
 """Where a chat may stand; the first one that is there counts."""
@@ -62,7 +62,7 @@ RECORD_KEYS = frozenset(
         *CHAT_NAMES,
         "text",
         "tools",
-        *ANSWER_NAMES,
+        *RESPONSE_NAMES,
         *TOKEN_KEYS,
         *GRAMMAR_KEYS,
         *NOTE_KEYS,
@@ -84,7 +84,7 @@ SHAREGPT_ROLES = {
 
 
 def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
-    """What a record asks of its answer, by the keys of ``GRAMMAR_KEYS``; None for free text.
+    """The grammar of a record's response, from the keys ``GRAMMAR_KEYS``; None for free text.
 
     At most one of ``schema``, ``regex``, ``choice``, ``ebnf``, ``lark``, ``structural_tag`` and
     ``response_format``; each is the argument of its constructor of ``GrammarSpec``, and so are
@@ -123,15 +123,15 @@ def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 class Example(NamedTuple):
-    """One document: what is asked, what is answered, and what the answer has to match.
+    """One document: its prompt, its response, and the grammar that the response has to match.
 
-    prompt: text, or chat messages without the answer; None where all of the text is the answer.
-    answer: text, or the assistant's last message of a chat; None where there is none yet.
-    tools: what the chat template is told that the assistant may call; None for nothing.
+    prompt: text, or chat messages without the response; None where all of the text is the response.
+    response: text, or the assistant's last message of a chat; None where there is none yet.
+    tools: those that the chat template offers to the assistant; None for none.
     """
 
     prompt: str | list[Message] | None
-    answer: str | Message | None
+    response: str | Message | None
     grammar: GrammarSpec | None
     tools: list[Any] | None = None
 
@@ -140,9 +140,9 @@ def read_example(record: Mapping[str, Any]) -> Example:
     """Read a record in any of its shapes.
 
     ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
-    ``prompt``: text. Their answer is the assistant's last message or, after the prompt,
-    ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
-    all of it is the answer. ``tools``: of a chat, a list or its JSON. The grammar: see
+    ``prompt``: text. Their response is the assistant's last message or, after the prompt, one
+    of ``RESPONSE_NAMES``; one that is no text is written as JSON. ``text``:
+    all of it is the response. ``tools``: of a chat, a list or its JSON. The grammar: see
     ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS`` and for a
     record of tokens, which has no text.
     """
@@ -155,28 +155,30 @@ def read_example(record: Mapping[str, Any]) -> Example:
         fix = "are tokens, which are trained on as they are: to have them answered, pass their text"
         raise ConfigError("input_ids", f"{len(tokens)} of them", fix)
     grammar = read_grammar(record)
-    answer = _answer(record)
+    response = _response(record)
     chat, tools = _chat(record), _tools(record)
     if chat is not None:
         if chat[-1]["role"] == "assistant":
             return Example(chat[:-1], chat[-1], grammar, tools)
-        reply = None if answer is None else {"role": "assistant", "content": answer}
+        reply = None if response is None else {"role": "assistant", "content": response}
         return Example(chat, reply, grammar, tools)
     if tools is not None:
         raise ConfigError("tools", tools, "go with a chat: write the prompt as messages")
     if record.get("prompt") is not None:
-        return Example(_text("prompt", record["prompt"]), answer, grammar)
+        return Example(_text("prompt", record["prompt"]), response, grammar)
     if record.get("text") is not None:
         return Example(None, _text("text", record["text"]), grammar)
     fix = "has none of prompt, messages, conversations and text"
     raise ConfigError("record", sorted(record), fix)
 
 
-def _answer(record: Mapping[str, Any]) -> str | None:
-    for name in ANSWER_NAMES:
-        answer = record.get(name)
-        if answer is not None:
-            return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+def _response(record: Mapping[str, Any]) -> str | None:
+    for name in RESPONSE_NAMES:
+        response = record.get(name)
+        if response is not None:
+            return (
+                response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
+            )
     return None
 
 
@@ -226,7 +228,7 @@ Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One record. place: ``name:number``, for messages."""
+    """One record. place: its source as ``name:number``, for error messages."""
 
     place: str
     record: Record

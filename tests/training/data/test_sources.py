@@ -68,7 +68,7 @@ def test_a_parquet_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert "its columns votes are not read" in caplog.text
     assert [line.place for line in lines] == [f"{path}:1", f"{path}:2"]
     examples = [read_example(line.record) for line in lines]
-    assert [(e.prompt, e.answer, e.grammar is None) for e in examples] == [
+    assert [(e.prompt, e.response, e.grammar is None) for e in examples] == [
         ("a", "c", True),
         ("b", None, False),
     ]
@@ -104,7 +104,7 @@ def test_presets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [ROWS[name]])
     (line,) = read_lines([name])
     example = read_example(line.record)
-    assert (example.answer is None) == (name == "jsonschemabench")
+    assert (example.response is None) == (name == "jsonschemabench")
     assert (example.grammar is None) == (name in ("sharegpt", "ultrachat"))
     assert (example.tools is None) == (name != "xlam")
     if example.grammar is not None:
