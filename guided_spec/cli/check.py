@@ -82,8 +82,8 @@ def _table_of(table: dict[str, Any]) -> str:
     made = f"table of {whole}: {size}, made in {table['seconds']:.3f} s{keys}"
     if not table["equal"]:
         return f"{made}; it differs from the matcher: {table['difference']}"
-    along = f"along {table['steps']} random tokens of {table['texts']} texts"
-    return f"{made}; equal to the matcher behind each state's tokens, and {along}"
+    tried = f"after {table['steps']} random tokens of {table['texts']} texts"
+    return f"{made}; equal to the matcher after each state's tokens, and {tried}"
 
 
 def _keys_of(report: dict[str, Any]) -> str:

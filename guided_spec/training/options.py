@@ -72,7 +72,7 @@ class TrainOptions:
     max_steps: int | None = option("Optimizer steps at most.", default=None)
     batch_tokens: int = option("Tokens of a batch, padding included, on one device.", default=8192)
     gradient_accumulation: int = option("Batches of one optimizer step.", default=1)
-    learning_rate: float = option("The highest one, behind the warm-up.", default=1e-4)
+    learning_rate: float = option("The highest one, after the warm-up.", default=1e-4)
     warmup_share: float = option("Share of the steps in which the rate rises.", default=0.03)
     weight_decay: float = option("AdamW's, for matrices.", default=0.0)
     clip_norm: float = option("Norm that gradients are clipped to.", default=0.5)

@@ -356,7 +356,7 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
             )
         except ModelError as error:
             if options.tensor_parallel:
-                fix = f"wants the ends of the target beside its parts, and {error}"
+                fix = f"needs the ends of the target next to its parts, and {error}"
                 raise ConfigError("tensor_parallel", "True", fix) from error
             logger.info("the whole target is loaded: %s", error)
     return _load_target(options, device)

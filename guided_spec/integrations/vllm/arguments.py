@@ -274,7 +274,7 @@ def require_own_start(arguments: Arguments) -> None:
     for options in (arguments.engine, arguments.engine["structured_outputs_config"]):
         parser = options.get("reasoning_parser")
         if parser:
-            fix = "write GrammarSpec.after(marker) for a grammar that binds behind reasoning"
+            fix = "write GrammarSpec.after(marker) for a grammar that binds after reasoning"
             raise ConfigError("reasoning_parser", parser, fix)
 
 

@@ -174,7 +174,7 @@ def _encode_tokens(record: Mapping[str, Any], vocab_size: int, stops: _Stops) ->
 def _token_loss_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bool]:
     given = [name for name in ("loss_mask", "labels") if record.get(name) is not None]
     if len(given) != 1:
-        fix = "need one of loss_mask and labels beside them, which says what is trained on"
+        fix = "need one of loss_mask and labels next to them, which says what is trained on"
         raise ConfigError("input_ids", f"{len(input_ids)} of them", fix)
     values = _numbers(record, given[0])
     if len(values) != len(input_ids):
@@ -184,7 +184,7 @@ def _token_loss_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bo
         return [bool(value) for value in values]
     shifted = [at for at, value in enumerate(values) if value not in (UNTRAINED, input_ids[at])]
     if shifted:
-        fix = f"must be the tokens of input_ids at the same places, or {UNTRAINED}"
+        fix = f"must be the tokens of input_ids at the same positions, or {UNTRAINED}"
         raise ConfigError("labels", values[shifted[0]], fix)
     return [value != UNTRAINED for value in values]
 
