@@ -317,7 +317,7 @@ class Proposer(Protocol):
         return False
 
     def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
-        """As the first of a chain: at which requests the others stop, so that it drafts again.
+        """Called on the first of a chain: where the others stop, so that it drafts again.
 
         Asked after each token of theirs. None lets them draft as far as they like.
         """

@@ -177,7 +177,7 @@ class ServedDrafts(NamedTuple):
 
     @classmethod
     def read(cls, url: str, text: str) -> ServedDrafts:
-        """Of what its ``/metrics`` says. Raises ConfigError where that is of no vLLM server."""
+        """Read the text of ``/metrics``. Raises ConfigError if it is not that of vLLM."""
         sums = dict.fromkeys(COUNTERS, 0.0)
         names = {f"{counter}_total": key for key, counter in COUNTERS.items()}
         places: dict[int, float] = {}
@@ -211,7 +211,7 @@ class ServedDrafts(NamedTuple):
 def measure_server(
     endpoint: Endpoint, asked: Sequence[Asked], params: SamplingParams
 ) -> list[Acceptance]:
-    """As ``measure_acceptance``, of the drafts of a vLLM server, one group after another.
+    """``measure_acceptance`` of the drafts of a vLLM server, one group after another.
 
     By its counters, which know no requests: it has to serve nobody else meanwhile. ``drafted_at``
     are its drafts, each of which it counts at every position, whatever their lengths. What it

@@ -165,7 +165,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def here(cls, command: str) -> Origin:
-        """This machine, today."""
+        """The origin of figures that ``command`` measures on this machine today."""
         found = ((name, _version(name)) for name in PACKAGES)
         versions = ", ".join(f"{name} {version}" for name, version in found)
         machine = f"{platform.processor() or platform.machine()}, {platform.system()}"
@@ -199,7 +199,7 @@ def draw_all(
 
 
 def acceptance_figures(report: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name; report: rows of ``guided-spec eval --output``."""
+    """Figures by file name; report: rows of ``guided-spec eval --output``."""
     named = {
         f"{row['proposer']}, {row['source']}{', with grammars' if row['grammars'] else ''}": row
         for row in report
@@ -220,7 +220,7 @@ SERIES = {  # of a log: title, unit, note
 
 
 def training_figures(lines: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name: the loss and the acceptance of a run, by step.
+    """Figures by file name: the loss and the acceptance of a run, by step.
 
     lines: of the run's log. A metric that it does not hold has no figure.
     """
@@ -247,7 +247,7 @@ def training_figures(lines: Report, origin: Origin) -> dict[str, Figure]:
 
 
 def _means(lines: Report, key: str, ends: Sequence[int]) -> list[float | None]:
-    """Of what was logged up to each of ``ends``, from the one before; None where nothing was."""
+    """Means of what was logged in the steps up to each of ``ends``; None where nothing was."""
     found: list[float | None] = []
     for before, end in zip([-1, *ends], ends, strict=False):
         values = [line[key] for line in lines if key in line and before < line["step"] <= end]
@@ -256,7 +256,7 @@ def _means(lines: Report, key: str, ends: Sequence[int]) -> list[float | None]:
 
 
 def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name; what nothing was measured of has no figure.
+    """Figures by file name; none for what was not measured.
 
     report: the rows of ``guided-spec bench --output``: ``Measurement.as_dict`` of each.
 

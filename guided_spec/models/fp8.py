@@ -166,7 +166,7 @@ class Fp8Experts(nn.Module):
 
     @property
     def most_pairs(self) -> int:
-        """Of a token and an expert, up to which each is a product of its own."""
+        """Pairs of a token and an expert up to which each pair is a product of its own."""
         return PAIRS_OF_EXPERT * len(self.down_proj)
 
     def projection(self, name: str) -> Projection:
@@ -203,7 +203,7 @@ def _one_by_one(states: Tensor, routes: Routes, opening: Projection, closing: Pr
 
 
 def _grouped(states: Tensor, routes: Routes, opening: Projection, closing: Projection) -> Tensor:
-    """By torch's grouped product, of all experts multiplied out; nothing waits for the device."""
+    """[N, H]: torch's grouped product of all experts, multiplied out; no sync."""
     experts, order = routes.experts.flatten().sort()
     numbers = torch.arange(len(opening.weight), device=states.device)
     ends = torch.searchsorted(experts, numbers, right=True).int()
@@ -287,12 +287,12 @@ def _scale(module: nn.Module, name: str, scales: Mapping[str, Tensor], block: Bl
 
 
 def _names_of_experts(name: str, experts: Any, parts: Sequence[str]) -> list[list[str]]:
-    """Of each expert, what a checkpoint calls its parts."""
+    """The checkpoint's names of the parts of each expert."""
     return [[f"{name}.{at}.{part}" for part in parts] for at in range(len(experts.down_proj))]
 
 
 def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) -> dict[str, str]:
-    """Of each module with weights in fp8, the name of its scales.
+    """The name of the scales of each module with weights in fp8.
 
     names: of all tensors of a checkpoint. in_fp8: of those in fp8. source: to name in the error.
 

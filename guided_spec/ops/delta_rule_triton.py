@@ -25,7 +25,7 @@ ONE_BY_ONE, CHUNK = 16, 16
 
 
 def gated_delta(packed: Tensor, layer: DeltaLayer, states: DeltaStates, index: SlotIndex) -> Tensor:
-    """See ``guided_spec.ops.delta_rule.gated_delta``; the arguments on one CUDA device.
+    """[N, Hv * V]: ``guided_spec.ops.delta_rule.gated_delta`` on one CUDA device.
 
     What the states hold is read early: between two calls with the same ones lies another launch, as
     the projection is in a model.

@@ -71,7 +71,7 @@ class _Loader(Executor):
 
 
 def _launcher(types: Iterable[Any]) -> Hashable:
-    """The same for kernels that the same code launches: their arguments, without constants."""
+    """A key that is equal for kernels with one launcher: their arguments, without constants."""
     return tuple((at, one) for at, one in enumerate(tree_leaves([*types])) if one != "constexpr")
 
 

@@ -18,7 +18,7 @@ LEAST_BLOCK = 64  # rows of a look: with fewer there would be more kernels to co
 def fetch_rows(
     order: Tensor, ticket: Tensor, out: Tensor, patience: int, sources: Tensor | None = None
 ) -> None:
-    """See ``guided_spec.ops.mailbox.fetch_rows``; ``order`` is pinned, the others on one device.
+    """``guided_spec.ops.mailbox.fetch_rows``; ``order`` is pinned, the others on one device.
 
     patience: looks at the order before it goes on all the same.
     """
@@ -43,7 +43,7 @@ def reply(
     cursors: Tensor | None = None,
     sources: Tensor | None = None,
 ) -> None:
-    """See ``guided_spec.ops.mailbox.reply``; ``words`` is pinned, the others on one device."""
+    """``guided_spec.ops.mailbox.reply``; ``words`` is pinned, the others on one device."""
     count = len(token_ids)
     # An argument that a kernel leaves alone is any tensor: a pointer has to have a type.
     tensors = (token_ids if one is None else one for one in (starved, cursors, sources))

@@ -14,7 +14,7 @@ TEXTS = 128  # of a program
 
 
 def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
-    """See ``guided_spec.ops.table_rows``; the rows may lie in pinned memory of the host, too.
+    """Copy the rows int32 [R, W] at ``sources``; they may be in pinned memory of the host, too.
 
     out: contiguous.
     """
@@ -32,7 +32,7 @@ def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
 
 
 def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
-    """See ``guided_spec.ops.table_rows``; contiguous, all on one device."""
+    """Advance cursors int64 [R, 6] by a token each; contiguous, all on one device."""
     count = len(token_ids)
     with torch.cuda.device_of(cursors):
         grid = (triton.cdiv(count, TEXTS),)
@@ -40,7 +40,7 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
 
 
 def advance_committed(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
-    """See ``guided_spec.ops.table_rows``; cursors contiguous."""
+    """Advance the cursors of ``texts`` by their committed tokens [B, T]; cursors contiguous."""
     count, width = token_ids.shape
     with torch.cuda.device_of(cursors):
         launch(_advance_committed, (triton.cdiv(count, TEXTS),))(

@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     most: tuple[int, ...]
 
     def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
-        """This one followed by ``draft``, without the columns that no request uses."""
+        """This part followed by ``draft``, without the columns that no request uses."""
         both = tuple(map(sum, zip(self.most, most, strict=True)))
         return _Part(concatenate(self.draft, draft).cut(max(both)), both)
 
@@ -205,12 +205,12 @@ class Chain(Proposer):
         return _ChainDraft(*whole, turns, lookahead)
 
     def capture(self) -> Iterator[None]:
-        """Those of every member."""
+        """Capture the graphs of every member, one at each ``next``."""
         for member in self._members:
             yield from member.capture()
 
     def may_draft(self, num_draft_tokens: int) -> bool:
-        """Whether any member may."""
+        """Whether any member may draft in such a batch."""
         return any(member.may_draft(num_draft_tokens) for member in self._members)
 
     @property
@@ -220,19 +220,19 @@ class Chain(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """Those of the members."""
+        """How the members compute, separated by commas."""
         return ", ".join(filter(None, (member.runs_as for member in self._members)))
 
     @property
     def has_own_vocabulary(self) -> bool | None:
-        """As the only member says that knows; drafts of several are brought to the target's."""
+        """The value of the only member that knows; several members' drafts use the target's."""
         said = [one.has_own_vocabulary for one in self._members]
         known = [one for one in said if one is not None]
         return known[0] if len(known) == 1 else None
 
     @property
     def learns(self) -> bool:
-        """Whether any member does."""
+        """Whether any member learns from other requests."""
         return any(member.learns for member in self._members)
 
     def learn(self, texts: Sequence[FinishedText]) -> None:

@@ -157,7 +157,7 @@ class DraftChooser:
         noise: DraftNoise | None,
         tabled: TableAdvance | None = None,
     ) -> Chosen:
-        """As ``choose_draft``, for the token ``depth`` after ``noise.positions``.
+        """Draw one token [B], ``depth`` tokens after ``noise.positions``; see ``choose_draft``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
             for all tokens of a draft. tabled: the texts whose rows of the mask come from tables;

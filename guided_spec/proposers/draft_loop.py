@@ -198,7 +198,7 @@ class DraftLoop:
         self._is_waiting = not all(self._is_later)  # for the host, at each token
 
     def tables(self) -> TabledTexts | None:
-        """Of those that draft under masks, whose rows the device can take from tables, if any's."""
+        """The texts that draft under masks and have tables on the device; None for none."""
         ends = zip(self._starts, self._ends, strict=True)
         rows = [request for request, (start, end) in enumerate(ends) if end > start]
         if any(self._starts[row] for row in rows):

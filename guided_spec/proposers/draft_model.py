@@ -144,7 +144,7 @@ class DraftModel(Proposer):
         return self._draft(batch, lookahead).in_flight()
 
     def capture(self) -> Iterator[None]:
-        """Those of the model."""
+        """Capture the graphs of the draft model, one at each ``next``."""
         yield from self._model.capture(())
 
     @property
@@ -154,7 +154,7 @@ class DraftModel(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """As the model."""
+        """How the draft model computes, in words."""
         return self._model.runs_as
 
     def release(self, slots: Sequence[int]) -> None:

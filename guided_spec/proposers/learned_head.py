@@ -150,7 +150,7 @@ class LearnedHead(Proposer):
         return _ReadAhead(known, packed)
 
     def capture(self) -> Iterator[None]:
-        """Those of the head, and of whole drafts."""
+        """Capture the graphs of the head and of whole drafts, one at each ``next``."""
         if self._ahead is not None and self._longest:
             yield from self._ahead.capture(self._longest)
         if self._masked is not None and self._longest:
@@ -158,7 +158,7 @@ class LearnedHead(Proposer):
 
     @property
     def ends_chains(self) -> bool:
-        """As a draft model, and where graphs draft under masks while the host goes on."""
+        """True under ``validate``, and where a graph drafts under masks while the host goes on."""
         return self._policy == "validate" or (self._masked is not None and self._can_wait)
 
     @property
@@ -173,7 +173,7 @@ class LearnedHead(Proposer):
 
     @property
     def has_own_vocabulary(self) -> bool:
-        """Whether the head has."""
+        """Whether the head has a vocabulary of its own."""
         return self._vocabulary is not None
 
     def release(self, slots: Sequence[int]) -> None:
@@ -316,7 +316,7 @@ class LearnedHead(Proposer):
         pieces: dict[int, _Piece],
         rests: dict[int, _Piece],
     ) -> list[int]:
-        """Of ``rows`` with one prompt: the holder after ``pieces``, then those that copy it.
+        """The holder of the prompt of ``rows`` after ``pieces``, then the rows that copy it.
 
         Empty where nobody takes it. Moves to ``rests`` what is read after it.
         """
@@ -413,7 +413,7 @@ def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Run
 def _packed(
     form: type[PackedEagle3 | PackedMtp], head: Any, limits: SlotLimits, context: ProposerContext
 ) -> _Runner:
-    """As graphs where there are kernels, and the head is of a kind that they serve."""
+    """A runner by CUDA graphs, if there are kernels for this kind of head."""
     served = form.of(head, limits.max_length) if _are_packed(context) else None
     if served is None:
         return _over_slots(head, limits, context)

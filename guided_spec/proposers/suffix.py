@@ -104,7 +104,7 @@ class Match(NamedTuple):
     at: int = -1
 
     def followers(self) -> Followers:
-        """What followed the run."""
+        """The most frequent tokens after the run, and the share of the first of them."""
         node = self.node
         if self.at >= 0:
             return Followers([node.text[self.at]], 1.0)

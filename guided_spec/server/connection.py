@@ -37,7 +37,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left."""
+        """Stop the timers: the client has left."""
         _stop(self._head_timer)
         _stop(self._write_timer)
         super().connection_lost(exc)

@@ -56,16 +56,16 @@ class Metrics:
         self._gauge("waiting_samples", "Texts that wait for a slot", lambda: load().waiting)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def count_request(self, endpoint: str, status: int, seconds: float) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.requests.labels(endpoint, str(status)).inc()
         self.request_seconds.labels(endpoint).observe(seconds)
 
     def count_sample(self, completion: Completion) -> None:
-        """A text has ended."""
+        """Count a text that has ended."""
         stats = completion.stats
         self.samples.labels(completion.finish_reason).inc()
         self.cached_tokens.inc(stats.cached_tokens)
@@ -132,7 +132,7 @@ class Tally:
         self.steps = self.drafted_tokens = self.accepted_tokens = 0
 
     def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Enter the prompts' tokens."""
+        """Count the tokens of prompts."""
         self.prompt_tokens = sum(map(len, prompts))
         self._metrics.prompt_tokens.inc(self.prompt_tokens)
 

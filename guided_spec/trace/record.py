@@ -268,7 +268,7 @@ class TraceRecorder:
         self._path = JsonPath() if is_json else None
 
     def steps(self, start: int = 0) -> tuple[StepTrace, ...]:
-        """Those so far, from the ``start``-th on."""
+        """The steps so far, from the ``start``-th on."""
         return tuple(self._steps[start:])
 
     def add(self, seen: SeenStep, num_kept: int) -> None:

@@ -65,7 +65,7 @@ def _run_first(layer: Any, embedding: Tensor, hidden: Tensor, **attention: Any) 
 
 
 def _run_layer(layer: Any, hidden: Tensor, **attention: Any) -> Tensor:
-    """A decoder layer's."""
+    """The forward of a decoder layer, [B, T, H]; hidden: [B, T, H]."""
     attended = layer.self_attn(layer.input_layernorm(hidden), **attention)[0]
     return _run_end(layer, hidden.flatten(0, -2), attended)
 
@@ -107,7 +107,7 @@ def _gate(gate: Tensor, up: Tensor, activate: Callable[[Tensor], Tensor]) -> Ten
 def _run_attention(
     attention: Any, hidden_states: Tensor, *, position_embeddings: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """As the class of ``attention`` does it; compiled where it is that of an unroll.
+    """The attention's output [B, T, H] and None; compiled where it is that of an unroll.
 
     Queries, keys and values lie in memory as products make them: nothing is transposed.
     """

@@ -289,7 +289,7 @@ class _Chunk(NamedTuple):
 
 
 class _Verdicts(NamedTuple):
-    """Of m drafts.
+    """What the loss gave of m drafts.
 
     best: int64, the likeliest token, as a target id. agrees: bool, whether it is the target's.
     overlap: float32, the probability that rejection sampling keeps the draft.
@@ -301,7 +301,7 @@ class _Verdicts(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """Of m drafts with the target.
+    """What the comparison of m drafts with the target gave.
 
     losses: float32 [m], with gradient. best: int64 [m], the likeliest token, as a draft id.
     overlap, kept: float32 [m], the probability that rejection sampling keeps the draft: under the
@@ -439,7 +439,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Those, times the scalar's own."""
+        """The gradients of the forward, times that of the loss."""
         known = (None if part is None else _scale(part, upstream[0]) for part in ctx.gradients)
         return (None, None, *known)
 

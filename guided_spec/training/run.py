@@ -236,7 +236,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
 
 @contextmanager
 def _without_empty_folders(options: TrainOptions) -> Iterator[None]:
-    """Of a run that fails no folder is left that it has made and wrote nothing to."""
+    """Remove the folders that a failed run has made and written nothing to."""
     named = [Path(name).absolute() for name in (options.output, options.features) if name]
     missing = {path for folder in named for path in (folder, *folder.parents) if not exists(path)}
     try:

@@ -161,7 +161,7 @@ class TargetRows:
 
     @torch.no_grad()
     def score(self, rows: Tensor) -> TargetScores:
-        """Of int64 [n] rows."""
+        """The scores of ``rows``, int64 [n]; makes logits [n, V] for them."""
         logits, masks = self.head.logits(self.head.normed(self.last[rows])), self.masks[rows]
         own = (None if words is None else words[masks] for words in (self.bitmask, self.known))
         ids = None if self.target_ids is None else self.target_ids.unsqueeze(0)
@@ -178,7 +178,7 @@ class TargetRows:
 
 
 class TargetScores(NamedTuple):
-    """Of n rows.
+    """The target's scores of n rows.
 
     logits: [n, D], in the target's dtype, of the draft's tokens, legal or not.
     total: float32 [n], the log of the sum of the exponentials of all V logits that are legal.

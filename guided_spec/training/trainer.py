@@ -444,7 +444,7 @@ class Trainer:
         return bool(every) and step % every == 0 and step < self.total_steps
 
     def _saves_last(self) -> bool:
-        """Of a run long enough for checkpoints: what follows the last step may fail too."""
+        """Whether to save after the last step, since what follows it may fail too."""
         return 0 < self._options.save_every <= self._progress.step == self.total_steps
 
     def _validate(self, log: RunLog, best: Path) -> dict[str, float]:
@@ -512,7 +512,7 @@ class Trainer:
 
 
 def _looked_ahead(loader: Iterable[TrainingBatch], features: Features) -> Iterator[TrainingBatch]:
-    """The same batches, each begun while at most ``features.ahead`` before it are waiting."""
+    """Yield the batches; each is begun while at most ``features.ahead`` before it wait."""
     waiting: deque[TrainingBatch] = deque()
     for batch in loader:
         features.begin(batch)

@@ -102,7 +102,7 @@ class ForwardAhead(NamedTuple):
 
 
 class LineTarget:
-    """See ``Target``.
+    """A ``Target`` whose forwards take the tokens of all rows in one line.
 
     layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
     """
@@ -123,7 +123,7 @@ class LineTarget:
         return self._ahead is not None
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
-        """See ``Target.verify``.
+        """One forward over each row's last committed token and draft: logits [B, K + 1, V].
 
         It reads ``batch.prompts`` too: a forward reads every weight, whether for one token or for a
         hundred. Where ``run_ahead`` was called for the same texts, it is launched already.
@@ -149,7 +149,7 @@ class LineTarget:
             self.states.add(batch.slots, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
-        """See ``Target.run_ahead``.
+        """Launch the forward over ``token_ids`` int64 [B, 1] before the host has read them.
 
         Texts that are known to end with this token are left out. Does nothing where the others have
         no blocks for it.

@@ -249,7 +249,7 @@ class GuidedManager:
         return self.vocabulary.stop_token_ids[0] if self.error is None else 0
 
     def ask(self, response_format: Mapping[str, Any]) -> PendingGrammar:
-        """This format's grammar, to come; never blocks, and holds whatever is wrong."""
+        """The pending grammar of a response format; never blocks, and holds any error."""
         try:
             if self._queue is None:
                 raise self.error or ModelError("the grammars of this model are closed")

@@ -220,7 +220,7 @@ class _KeptEngine:
 
 @dataclass(slots=True)
 class _Engines:
-    """Of models, as long as they live."""
+    """The engines of models, each kept as long as its model lives."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     kept: weakref.WeakKeyDictionary[Any, _KeptEngine] = field(

@@ -201,7 +201,7 @@ def _refuse_draft(proposer: str, draft: Any) -> None:
 def _features(
     proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any], *, has_tables: bool
 ) -> set[str]:
-    """Of the plugin: those that the environment asks for, and those that the drafts need."""
+    """The plugin's features: those of the environment, and those that the drafts need."""
     asked = {"counts", ENDINGS, *requested()}
     method = None if drafts is None else drafts.get("method")
     if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):

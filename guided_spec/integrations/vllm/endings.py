@@ -119,7 +119,7 @@ class Budgets:
             return self._caches[stops]
 
     def _compiled(self, request: Any, grammar: Any, stops: tuple[int, ...]) -> XGrammarGrammar:
-        """The same for requests of one grammar: endings are found once for each."""
+        """The compiled grammar that requests share: its endings are found once."""
         key = request.structured_output_request.structured_output_key, stops
         with self._lock:
             found = self._known.pop(key, None) or XGrammarGrammar(grammar.ctx, stops=stops)

@@ -257,7 +257,7 @@ def log(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """As ``log``, of something that was asked for and is not done."""
+    """Log a warning about a feature that was asked for and is not on."""
     _logger().warning("guided_spec: %s", text)
 
 

@@ -86,7 +86,7 @@ class ReasoningSpan:
         return self._start
 
     def again(self) -> ReasoningSpan:
-        """The same request's, whose output is read from its beginning."""
+        """A span of the same request that reads its output from the beginning."""
         return ReasoningSpan(self._parser, self._prompt)
 
     def bounds(self, before: list[int], tokens: list[int]) -> Bounds:

@@ -112,7 +112,7 @@ class ShadowConstraint:
         return grammar
 
     def again(self) -> ShadowConstraint:
-        """The same request's, whose text is read from its beginning."""
+        """A constraint of the same request that reads its text from the beginning."""
         return ShadowConstraint(self._future, self._stops)
 
     def _lose(self, error: BaseException) -> None:
@@ -303,7 +303,7 @@ class GrammarRequests:
         return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
-        """As ``stand``; None also where that would wait for a grammar.
+        """The request's constraint after all noted tokens; None if that would wait for a grammar.
 
         vLLM has seen what was sampled for the request, as it has to fill the masks of a step.
         """

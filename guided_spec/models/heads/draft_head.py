@@ -92,7 +92,7 @@ class DraftVocabulary:
         return DraftVocabulary(self.target_ids.to(device), self.target_size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """As checkpoints hold it, on its device: ``d2t``, see the module's docstring, and ``t2d``,
+        """Tensors of a checkpoint, on its device: ``d2t``, see the module's docstring, and ``t2d``,
         bool [V], which target tokens are scored."""
         target_ids = self.target_ids
         scored = torch.zeros(self.target_size, dtype=torch.bool, device=target_ids.device)

@@ -137,7 +137,7 @@ class _TargetModules(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's output layer."""
+        """Logits [..., V] of hidden states [..., H], by the target's output layer."""
         return self._ends.logits(hidden)
 
 
@@ -189,7 +189,7 @@ class MtpHead(_TargetModules):
 
 
 def _count(checkpoint: Checkpoint, name: str, default: object = None) -> int:
-    """As many modules as the configuration says."""
+    """The number of modules in the configuration, at least 1."""
     config = checkpoint.config.get("text_config", checkpoint.config)
     count = config.get(name, default)
     if not isinstance(count, int) or count < 1:

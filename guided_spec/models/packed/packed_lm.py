@@ -192,7 +192,7 @@ class LineOutput(NamedTuple):
 
 
 class PackedLM:
-    """See the module's docstring.
+    """A decoder over blocks of keys and values, by CUDA graphs where these fit.
 
     decoder: packed where the model is llama-like, else the stock one.
     memory: the layers' blocks, or states, which must stay where they are. tables: which slot has
@@ -330,7 +330,7 @@ class PackedLM:
     def _launch_kinds(
         self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
     ) -> None:
-        """As of ``PackedDecoder``, of such a ``_compute``."""
+        """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
         where = self._where(width, inputs, fits=fits)
         self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
 

@@ -109,7 +109,7 @@ class DraftForward(Protocol):
 
 
 class WholeDrafts:
-    """See the module's docstring. row_sizes: of the batches that drafts are captured for, the
+    """Drafts, each by one graph. row_sizes: of the batches that drafts are captured for, the
     largest first. scores_at_once: see ``DraftForward``."""
 
     def __init__(self, graphs: GraphPool, forward: DraftForward, num_slots: int) -> None:

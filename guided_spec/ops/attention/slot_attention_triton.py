@@ -121,7 +121,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device. With a
+    """[N, Hq, D]: ``guided_spec.ops.attention.slot_attention`` on one CUDA device. With a
     window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
     if is_plain and serves(query, buffers, index):
@@ -192,7 +192,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
 
 def _lines(rows: Tensor) -> int:
-    """Of how many rows or groups a program looks for its own, a power of 2."""
+    """The number of rows or groups in which a program looks for its own, a power of 2."""
     lines: int = max(triton.next_power_of_2(rows.shape[1]), LEAST_LINES)
     return lines
 

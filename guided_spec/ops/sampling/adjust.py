@@ -83,7 +83,7 @@ class TokenRules:
 
     @cached_property
     def bans(self) -> OwnBans:
-        """Of bad words, and of what would end the text too early."""
+        """The bans of bad words, and of tokens that would end the text before ``min_tokens``."""
         early = self.stop_ids if self.params.min_tokens > 0 else ()
         depth = max((len(word) - 1 for word in self.bad_words), default=0)
         prefixes = [[ANY] * (depth + 1 - len(word)) + [*word[:-1]] for word in self.bad_words]
@@ -167,7 +167,7 @@ class RuleTable:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.index.device
 
     @property

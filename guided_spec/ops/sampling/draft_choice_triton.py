@@ -29,7 +29,7 @@ def choose_draft(
     sampling: Sampling,
     noise: DraftNoise | None,
 ) -> DraftChoice:
-    """See ``draft_choice.choose_draft``; no filters, and at least one logit."""
+    """One token for each row of logits [B, D], without filters; at least one logit."""
     batch, columns = logits.shape
     device = logits.device
     is_greedy, is_reduced = noise is None or sampling.all_greedy, target_ids is not None

@@ -65,7 +65,7 @@ def dense_probs(draft: Draft, vocab_size: int) -> Tensor:
 
 
 def draft_at(draft: Draft, positions: Tensor) -> Draft:
-    """Of each row the one position ``positions[b]``, int64 [B] in [0, K): K is 1 afterwards."""
+    """A draft of width 1 with position ``positions[b]`` of each row, int64 [B] in [0, K)."""
     rows = torch.arange(len(positions), device=positions.device)
     probs, is_certain = draft.probs, draft.is_certain
     return draft._replace(

@@ -149,7 +149,7 @@ class DSparkTraining(BlockTraining):
     def drafts(
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
-        """As ``BlockTraining``; joins w1 of the document's token before each position."""
+        """Outputs joined with w1 of the document's token before them, [n, H + rank] a depth."""
         drafts = super().drafts(anchors, targets, states, width)
         for depth, (positions, hidden) in enumerate(drafts):
             embedded = self._markov.markov_w1(positions.read(shift(anchors.token_ids, 1 + depth)))
@@ -197,7 +197,7 @@ class PEagleTraining(BlockTraining):
     def drafts(
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
-        """See ``BlockTraining``; the first depth needs no anchors."""
+        """Outputs [n, H] a depth: at all trained positions for the first, then after anchors."""
         read, masked = read_and_mask(
             *(self.head, anchors.token_ids, anchors.starts, width, states),
             recompute=self._config.gradient_checkpointing,
@@ -208,7 +208,7 @@ class PEagleTraining(BlockTraining):
 
 
 class MaskedOutputs(NamedTuple):
-    """Of a P-EAGLE head: read [B, T, H], of the text's tokens; masked [B, A, W - 1, H]."""
+    """Outputs of a P-EAGLE head: read [B, T, H], of the text; masked [B, A, W - 1, H]."""
 
     read: Tensor
     masked: Tensor
@@ -322,7 +322,7 @@ class Anchors(NamedTuple):
         return cls(batch.token_ids, chosen, slot, batch.token_ids.gather(1, starts), starts)
 
     def pick(self, output: Tensor, targets: TargetRows, depth: int) -> DraftStates:
-        """Of the blocks' outputs [B, A, H] at a depth, those that are trained."""
+        """The trained ones of the blocks' outputs [B, A, H] at a depth: [n, H]."""
         positions = Positions.of(self.chosen & (targets.at_depth(depth) >= 0))
         rows = positions.at // self.slot.shape[1]
         at = rows * output.shape[1] + positions.read(self.slot)

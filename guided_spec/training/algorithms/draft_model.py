@@ -37,7 +37,7 @@ from guided_spec.training.target_rows import TargetHead, TargetRows
 
 
 class DraftModelTraining(nn.Module):
-    """See ``DraftAlgorithm``; made by ``from_training_args``."""
+    """Trains a small language model that drafts; made by ``from_training_args``."""
 
     config_class = DraftModelConfig
     layouts = ("transformers",)

@@ -92,7 +92,7 @@ def unroll(
 
 
 def _depth_mask(head: DraftHead, hidden: Tensor, length: int, repeats: int) -> Any:
-    """As the head's layers take it; None where they attend without, see ``unroll_attention``."""
+    """The mask that the head's layers take; None where they need none: ``unroll_attention``."""
     if _attends_unmasked(head, hidden):
         return None
 
@@ -215,7 +215,7 @@ def make_trainable(head: Head) -> Head:
 
 
 def own_tensors(tensors: Mapping[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | None:
-    """Of a whole module's state dict the part below ``prefix``; None stays None."""
+    """The part of a module's state dict below ``prefix``, without it; None stays None."""
     if tensors is None:
         return None
     return {
@@ -301,7 +301,7 @@ class HeadTraining(nn.Module):
         vocabulary: DraftVocabulary | None,
         **options: Any,
     ) -> HeadTraining:
-        """See ``DraftAlgorithm``; options: the fields of ``config_class``."""
+        """A module with the head that ``options``, the fields of ``config_class``, describe."""
         del verifier_config
         config = cls.config_class(**options)
         head = cls.make_head(config, target, vocabulary)
@@ -371,7 +371,7 @@ class EagleTraining(HeadTraining):
 def eagle3_layout(
     config: Eagle3Config, target: PreTrainedModel, vocabulary: DraftVocabulary | None
 ) -> Eagle3Layout:
-    """Of the fresh head that a run asks for."""
+    """The layout of the fresh head that a run asks for."""
     return Eagle3Layout.fresh(
         target,
         head_shape(config),

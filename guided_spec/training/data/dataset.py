@@ -240,7 +240,7 @@ def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> 
 def _marked_segments(
     messages: Sequence[Message], encoder: PromptEncoder, tokenizer: Any, known: Mapping[str, Any]
 ) -> list[Segment]:
-    """By the spans that the template itself marks as generated.
+    """The segments of a chat, by the spans that its template marks as generated.
 
     Raises PromptError for a template that marks none of a chat.
     """
@@ -386,7 +386,7 @@ def write_grammar_text(grammar: GrammarSpec | None) -> str:
 
 
 def read_grammar_text(text: str) -> GrammarSpec | None:
-    """The inverse of ``write_grammar_text``."""
+    """The grammar in a text of ``write_grammar_text``; None for ""."""
     if not text:
         return None
     fields = json.loads(text)

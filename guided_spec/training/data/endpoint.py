@@ -63,7 +63,7 @@ class Endpoint:
         *,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """As ``LLM.generate``, for token ids; outputs have text, an error, and of
+        """``LLM.generate`` for token ids; outputs have text, an error, and of
         tokens their number alone.
 
         Raises ConfigError for parameters besides ``max_tokens``, ``temperature``, ``seed`` and

@@ -247,7 +247,7 @@ def _chat_of(name: str) -> Callable[[Mapping[str, Any]], Record]:
 
 
 def _tool_calls(row: Mapping[str, Any]) -> Record:
-    """Of xLAM: calls as a JSON list, of the tools that were offered."""
+    """A row of xLAM as a record: calls as a JSON list, of the tools that were offered."""
     tools = json.loads(row["tools"])
     call = {
         "type": "object",
@@ -267,7 +267,7 @@ def _tool_calls(row: Mapping[str, Any]) -> Record:
 
 
 def _document(row: Mapping[str, Any]) -> Record:
-    """Of JSONSchemaBench: schemas alone, so that the target has to write the answers."""
+    """A row of JSONSchemaBench as a record: a schema alone, whose text the target writes."""
     prompt = f"Write a JSON document that satisfies this schema:\n{row['json_schema']}\n"
     message = {"role": "user", "content": prompt}
     return {"messages": [message], "schema": json.loads(row["json_schema"])}

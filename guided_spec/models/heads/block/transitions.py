@@ -115,7 +115,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, shape.rank, bias=False)
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """See ``Transition``; -inf for all but ``top_k`` tokens."""
+        """Logits [R, D] to float32 [R, D] after ``previous``: -inf for all but ``top_k`` tokens."""
         values, found = likeliest(logits.float(), self._top_k)
         wanted = self.hidden_projection(hidden) * self.predecessor_codebook[previous]
         successors = self.successor_codebook[found]
