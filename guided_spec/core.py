@@ -82,7 +82,7 @@ class DecodeBatch:
     limits: [B] draft tokens that still fit the request, at most.
     sampling: the requests' parameters, on ``device``.
     mask_rows: host memory for the masks.
-    num_draft_tokens: K for proposers that could go on for ever.
+    num_draft_tokens: K for proposers that could draft without end.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
         before the last one that became known since the request's previous step (all of the prompt
         but its last token at the first); None where the proposer asked for none, and of texts of
@@ -90,11 +90,11 @@ class DecodeBatch:
         for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
-    adjustments: the biases, bans and penalties of all requests; None when nobody has any.
+    adjustments: the biases, bans and penalties of all requests; None where no request has any.
     logprobs: which requests want log-probabilities, and which ones; None when none does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
     sources: [B] equal where one text may be drafted from the other: their ``GuidedText.source``; ()
-        where nobody knows, and texts are kept apart.
+        where it is unknown; such texts share nothing.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
     prompts: which the forward that verifies reads besides, of other slots, and of those of the
         batch that have only begun: of these nothing is known before; () where the engine hands
@@ -424,7 +424,7 @@ class ProposerContext:
     config: the engine's settings.
     num_slots, max_model_len: how many requests run at once, and how long each may become.
     device, dtype: where and in what the target computes.
-    argument: what stood after the colon of the proposer's name, "" when nothing did.
+    argument: the text after the colon of the proposer's name, "" without one.
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
     blocks: the block tables of the target's keys and values, for proposers that keep their own by
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.

@@ -213,9 +213,10 @@ def measure_server(
 ) -> list[Acceptance]:
     """``measure_acceptance`` of the drafts of a vLLM server, one group after another.
 
-    By its counters, which know no requests: it has to serve nobody else meanwhile. ``drafted_at``
-    are its drafts, each of which it counts at every position, whatever their lengths. What it
-    accepts after the end of a text is counted too. forwards: tokens that were not accepted.
+    By its counters, which do not separate requests: it must have no other clients meanwhile.
+    ``drafted_at`` are its drafts, each of which it counts at every position, whatever their
+    lengths. What it accepts after the end of a text is counted too. forwards: tokens that were not
+    accepted.
 
     Raises ConfigError where the counters include other tokens than these requests'.
     """

@@ -38,9 +38,9 @@ class Figure:
     style: "bars" draws a panel for each tick, with an axis of its own; "lines" joins the ticks.
     ticks: what is varied, such as the numbers of requests. unit: of the values.
     series: for each name as many values as there are ticks; None is a gap, nothing was measured.
-        Lines have the colour of what stands before the first comma of their names.
+        Lines have the colour of the part of their names before the first comma.
     highlight: the series in colour among bars, and solid among lines.
-    note: what a reader has to know to read it right; it stands in the plot.
+    note: what a reader has to know to read it right; the plot shows it.
     commands, machine, versions, date: how the values were measured.
     """
 

@@ -83,7 +83,7 @@ def _pair(block: Any) -> Block | None:
 
 
 class Fp8Linear(nn.Module):
-    """What stands where a linear layer would: weights in fp8, for inference alone.
+    """Replaces a linear layer: weights in fp8, for inference alone.
 
     linear: of which it takes shape, device and bias; its weights are still to be filled.
     """
@@ -120,7 +120,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Experts(nn.Module):
-    """What stands where a stock module of experts would: weights in fp8, for inference alone.
+    """Replaces a stock module of experts: weights in fp8, for inference alone.
 
     experts: of which it takes shapes; with silu(gate) * up, and without biases. ``fits`` says so.
     """

@@ -132,7 +132,7 @@ def _compile(
     if key not in ahead.kinds:
         ahead.kinds.add(key)
         made = kernel.warmup(*arguments, grid=grid, **options)
-        if isinstance(made, CompiledKernel):  # before: nobody may have launched it
+        if isinstance(made, CompiledKernel):  # before: it may not have been launched yet
             ahead.loader.submit(lambda: made)
 
 

@@ -182,7 +182,7 @@ class Chain(Proposer):
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
-        """The members in turn, each from where the draft stands, until none has more to say.
+        """The members in turn, each from the end of the draft, until none drafts more.
 
         The members after the first draft K tokens a request at most, together. What one request
         drafts never decides how much another does: both may draw with the same noise.
@@ -195,7 +195,7 @@ class Chain(Proposer):
             before = left
             for member in range(1, len(self._members)):
                 left = turns.fill(member, left)
-            # A request that got nothing is done, however long others go on.
+            # A request that got nothing is done, however long others draft.
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
             pairs = zip(left, lookahead.is_open, strict=True)
             is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)

@@ -108,7 +108,7 @@ class DraftChooser:
 
     target_ids: as of ``choose_draft``, the same at every call.
     graphs: None launches every choice by itself. sources: the drafter's own graphs, whose logits
-        are read where they lie.
+        are read at their addresses.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ def _words(token_ids: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _bit_positions(words: NDArray[np.int64]) -> dict[int, int]:
-    """Where the bit of each token of these words stands, once they are one integer."""
+    """The bit index of each token of these words, once they are one integer."""
     return {
         32 * word + bit: 32 * at + bit
         for at, word in enumerate(words.tolist())

@@ -224,7 +224,7 @@ class LearnedHead(Proposer):
         lookahead: Lookahead,
         rows: Sequence[int],
     ) -> bool:
-        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks."""
+        """Draft by one graph, if it can be; others than ``rows`` draft too, unused."""
         drafted = lookahead.drafted
         whole, slots, count = self._whole, batch.slots, batch.num_draft_tokens
         if whole is None:
@@ -290,7 +290,7 @@ class LearnedHead(Proposer):
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet."""
-        if not batch.features and batch.num_draft_tokens == 0:  # nobody ever drafts
+        if not batch.features and batch.num_draft_tokens == 0:  # no request ever drafts
             return
         head, pieces = self._head, dict[int, _Piece]()
         coming = {prompt.slot for prompt in batch.prompts}
@@ -318,7 +318,7 @@ class LearnedHead(Proposer):
     ) -> list[int]:
         """The holder of the prompt of ``rows`` after ``pieces``, then the rows that copy it.
 
-        Empty where nobody takes it. Moves to ``rests`` what is read after it.
+        Empty where no row takes it. Moves to ``rests`` what is read after it.
         """
         head, length = self._head, batch.prompt_lengths[rows[0]] - 1
         lengths = {row: head.length(batch.slots[row]) for row in rows}

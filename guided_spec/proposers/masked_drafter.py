@@ -37,7 +37,7 @@ KINDS = (
 
 
 class DraftPrefix(NamedTuple):
-    """What the drafts hold before a head goes on.
+    """What the drafts hold before a head continues.
 
     token_ids: int64 [B, K] on the host, -1 after each row's end. counts: int64 [B] on the head's
     device.
@@ -168,7 +168,7 @@ class MaskedDraft:
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
-        if self._depth >= self._depths or not lookahead.can_draft(1):  # nobody drafts any more
+        if self._depth >= self._depths or not lookahead.can_draft(1):  # no request drafts any more
             self._end()
         else:
             self._post(lookahead, self._depth)

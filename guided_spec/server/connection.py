@@ -88,7 +88,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self._expect_reading()
         if self._is_reading and self.cycle.response_complete:
-            self.transport.close()  # nobody wants the rest of the body
+            self.transport.close()  # the rest of the body is not needed
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what cannot be parsed, or was not to be parsed any further."""

@@ -186,7 +186,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unreadable_body() -> ApiError:
-    """A body that is JSON for nobody, or for others than this server."""
+    """The error for a body that is no JSON, or JSON that this server cannot read."""
     message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
     return ApiError(400, message, code="invalid_json")
 

@@ -357,7 +357,7 @@ class TraceRecorder:
         return self._marker is not None and self._marker_state < len(self._marker)
 
     def _advance(self, token_ids: Sequence[int]) -> None:
-        """The text goes on: in its free part, or in the JSON after it."""
+        """The text continues: in its free part, or in the JSON after it."""
         for token_id in token_ids:
             if self._is_before_marker:
                 assert self._marker is not None
@@ -389,7 +389,7 @@ class JsonPath:
         return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
 
     def feed(self, data: bytes) -> None:
-        """The text goes on with ``data``."""
+        """The text continues with ``data``."""
         for byte in data:
             if self._string is None:
                 self._read(byte)
@@ -431,7 +431,7 @@ class JsonPath:
             self._open.append(_Container(count=0 if char == b"[" else None))
 
     def _end_value(self) -> None:
-        """What stood at ``at`` is whole."""
+        """The value at ``at`` is complete."""
         if not self._open or self._open[-1].at is None:
             return
         top = self._open[-1]

@@ -1,4 +1,4 @@
-"""What stands next to a trained draft for its users: a model card, and plots of its training.
+"""What a trained draft has for its users: a model card, and plots of its training.
 
 It also pushes the draft to a repository of the Hugging Face hub.
 """

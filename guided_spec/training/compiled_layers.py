@@ -109,7 +109,7 @@ def _run_attention(
 ) -> tuple[Tensor, None]:
     """The attention's output [B, T, H] and None; compiled where it is that of an unroll.
 
-    Queries, keys and values lie in memory as products make them: nothing is transposed.
+    Queries, keys and values keep the memory layout of the products: nothing is transposed.
     """
     if attention.config._attn_implementation != UNROLLED:
         options |= {"position_embeddings": position_embeddings}

@@ -32,7 +32,7 @@ class LossRows(NamedTuple):
 
     draft, target: logits float32 [n, D]; finite, so that no gradient becomes NaN: forbidden tokens
         have the least number of the dtype.
-    tokens: int64 [n], the draft id of the token that stands in the document; -1 for a token that
+    tokens: int64 [n], the draft id of the document's token; -1 for a token that
         the draft does not know.
     """
 

@@ -125,7 +125,7 @@ class WorkerSignals:
             signal.signal(number, self._take)
 
     def __enter__(self) -> None:
-        """The training goes on until the end of the block."""
+        """The training runs until the end of the block."""
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()

@@ -82,7 +82,7 @@ class _Depths(NamedTuple):
 class _Causal(NamedTuple):
     """output: [B, H, T, D]. total: float32 [B, H, T, 1], the log of the sum of the exponentials.
 
-    state: what CUDA's backward pass is handed next to these.
+    state: what CUDA's backward pass needs besides these.
     """
 
     output: Tensor
@@ -93,7 +93,7 @@ class _Causal(NamedTuple):
 class _Unrolled(torch.autograd.Function):
     """Scores of depths are [B, Hkv, G, T, S], where G query heads share a head of keys.
 
-    What is as large as queries lies in memory as [B, T, Hq, D], as products make it and take it.
+    Tensors as large as queries have the memory layout [B, T, Hq, D], as products make and take it.
     """
 
     @staticmethod
@@ -166,7 +166,7 @@ def _mixed_backward(
 
 
 def _laid_out(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D], which lies in memory as [B, T, H, D]."""
+    """[B, H, T, D], with the memory layout of [B, T, H, D]."""
     return states.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 

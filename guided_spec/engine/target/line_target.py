@@ -74,7 +74,7 @@ class _LineRead(NamedTuple):
 class ForwardAhead(NamedTuple):
     """A forward over the tokens that a step has drawn, launched before the host knows them.
 
-    Of R rows of one token each. slots, starts: [R], where the tokens stand. contexts: [R] of the
+    Of R rows of one token each. slots, starts: [R], the tokens' positions. contexts: [R] of the
     texts, as of ``DecodeBatch``: lists that grow. output: of [R, 1] tokens.
     """
 
@@ -202,7 +202,7 @@ class LineTarget:
         """
         batch, width = token_ids.shape
         total, own, fed = sum(rows.counts), line.own, token_ids.flatten()
-        is_ragged = total < batch * width  # else the tokens stand in the line as in their rows
+        is_ragged = total < batch * width  # else the line has the tokens in the order of the rows
         wanted = [rows.token_index(width), rows.padded(width).flatten()] if is_ragged else []
         wanted += [] if own is None else [own]
         places = mixed = None

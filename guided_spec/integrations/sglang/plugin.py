@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Make ``BACKENDS`` and the speculative algorithm known to SGLang; again changes nothing.
 
-    An SGLang without these registrations gets a line in its log, and goes on without us.
+    An SGLang without these registrations logs a line and runs without the plugin.
     """
     try:
         choices: Any = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -259,7 +259,7 @@ def worker_class() -> Any:
             return super()._prepare_draft_tokens(batch)
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """Nothing is learnt from the texts: they are looked at anew."""
+            """Does nothing: the texts are searched anew at each draft."""
 
     return GuidedWorker
 

@@ -70,7 +70,7 @@ class Asked(NamedTuple):
     def read(cls, call: Mapping[str, Any], prompt_width: int) -> Asked:
         """From what transformers prepared for prompts of ``prompt_width`` tokens with padding.
 
-        Raises ConfigError for what the engine cannot stand in for.
+        Raises ConfigError for what the engine cannot do.
         """
         config = call["generation_config"]
         ends = _read_ends(call["stopping_criteria"], prompt_width)

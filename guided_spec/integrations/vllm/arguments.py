@@ -217,7 +217,7 @@ def _names_graphs(compilation: Any) -> bool:
     """Whether vLLM's ``compilation_config`` may say which graphs there are."""
     if isinstance(compilation, Mapping):
         return compilation.get("cudagraph_mode") is not None
-    return compilation is not None  # an object of vLLM's, which somebody has made
+    return compilation is not None  # an object of vLLM's, which the caller has made
 
 
 def _require_option(name: str, value: Any) -> None:

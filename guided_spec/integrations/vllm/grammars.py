@@ -34,7 +34,7 @@ from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_key_rules, w
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
 
-# Literals, character classes and comments stand as they are.
+# Literals, character classes and comments are kept as they are.
 _ROOT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\#[^\n]*|(?<![\w.-])(root)(?![\w.-])')
 
 

@@ -6,7 +6,7 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 
 A release of vLLM is judged by what it has, not by its number: each feature says which functions,
 parameters and attributes it uses, and is on where all of them are there, see ``patches``. What was
-asked for and is not on is a warning or an error, and a function that somebody else has changed is
+asked for and is not on is a warning or an error, and a function that another plugin has changed is
 refused before anything is replaced.
 """
 

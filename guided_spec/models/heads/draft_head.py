@@ -109,7 +109,7 @@ class DraftVocabulary:
 
 
 class HeadArguments(TypedDict):
-    """How a head's pass stands in a text.
+    """The positions of a head's pass in a text.
 
     module: which of the modules runs. position_ids: int64 [B, T]. attention_mask: what
     ``MaskBuilder`` makes. cache: a ``SlotCache`` after ``begin``; layer i of ``config`` is its

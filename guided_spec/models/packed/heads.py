@@ -177,7 +177,7 @@ class PackedBlock:
         """Keep what layers see of verified positions.
 
         states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. index: of the
-            N positions; its rows are not looked at. memory: the layers' blocks.
+            N positions; its rows are not read. memory: the layers' blocks.
         """
         features = rms_norm(product(self.head.fc, states), *self._hidden_norm)
         weight, bias = self._keys_values

@@ -60,7 +60,7 @@ from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Whose weights lie around 0.
+# Whose weights are around 0.
 SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
 
 

@@ -260,7 +260,7 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def mark(self, slots: Sequence[int]) -> None:
-        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        """Save the positions of the slots' drafts for ``rewind``; ``read`` does so too."""
         index = self._index(slots)
         self._marked.index_copy_(0, index, self._hidden[index])
         for slot in slots:

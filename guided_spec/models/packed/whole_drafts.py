@@ -23,7 +23,7 @@ from guided_spec.models.packed.graph_pool import (
 )
 
 Pick = Callable[[int, Tensor], Tensor]
-"""A depth and its logits [R, D] to the tokens that the draft goes on with, int64 [R] target ids."""
+"""A depth and its logits [R, D] to the next tokens of the draft, int64 [R] target ids."""
 
 
 class Picker(Protocol):

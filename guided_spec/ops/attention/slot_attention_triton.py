@@ -122,7 +122,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     tiling: Tiling | None = None,
 ) -> Tensor:
     """[N, Hq, D]: ``guided_spec.ops.attention.slot_attention`` on one CUDA device. With a
-    window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
+    window, groups of ``SharedPositions`` are ignored. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
     if is_plain and serves(query, buffers, index):
         return flash_attention(query, buffers, index, scale=scale)
@@ -327,7 +327,7 @@ def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
     table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
-    if POSITIONS % BLOCK == 0:  # they lie in one block
+    if POSITIONS % BLOCK == 0:  # they are in one block
         found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
         offset = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
     else:

@@ -6,7 +6,7 @@ target probability 0 and is refused even at u = 0.
 
 What a draft's tokens were drawn from: looked up, and written out over the target's vocabulary.
 
-A head with D of the target's V tokens hands on [B, K, D] and where each target token stands in it.
+A head with D of the target's V tokens returns [B, K, D] and the column of each target token.
 The wide tensor would be the largest of a step, and a verifier reads one row of it.
 """
 

@@ -219,7 +219,7 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
 
 @cache
 def _allow_all(device: torch.device, num_words: int) -> Tensor:
-    """int32 [W]. Kept, since graphs that were captured go on reading it."""
+    """int32 [W]. Cached, since captured graphs keep reading it."""
     return torch.full((num_words,), -1, dtype=torch.int32, device=device)
 
 

@@ -266,7 +266,7 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(BaseModel):
-    """cached_tokens: of the prompt, found in the prefix cache; nobody pays for writing there."""
+    """cached_tokens: of the prompt, found in the prefix cache; writing there is not billed."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

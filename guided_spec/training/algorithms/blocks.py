@@ -91,7 +91,7 @@ class BlockTraining(HeadTraining):
 
     @property
     def _seed(self) -> int:
-        """Another after each step of training, and the same again where a run goes on from there.
+        """Another after each step of training, and the same again where a run resumes there.
 
         So it is a sum over the bits of some weights. While validating it is always the same.
         """

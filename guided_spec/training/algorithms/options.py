@@ -1,6 +1,6 @@
 """Options of the algorithms: what they share, and those of each.
 
-They stand apart from the algorithms, which load torch: a command's help reads them.
+They are separate from the algorithms, which load torch: a command's help reads them.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _last_response(message: Message, prompt: str, whole: str) -> str:
 
 
 def _continuation(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that stands after another one."""
+    """The tokens of a text that comes after another one."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

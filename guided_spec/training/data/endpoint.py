@@ -92,7 +92,7 @@ class Endpoint:
         return answer
 
     def metrics(self) -> str:
-        """What the server says at ``/metrics``, which stands next to ``/v1``.
+        """The text of the server's ``/metrics``, which is next to ``/v1``.
 
         Raises ConfigError where it says nothing.
         """

@@ -28,7 +28,7 @@ GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
     "structural_tag": GrammarSpec.structural_tag,
     "response_format": GrammarSpec.from_response_format,
 }
-# What may stand next to which of them.
+# The options of each of them.
 SETTINGS = {
     "any_whitespace": "schema",
     "unsupported": "schema",
@@ -46,7 +46,7 @@ RESPONSE_NAMES = ("response", "completion", "answer")
 """The keys that may hold the response to a prompt; the first one that is there counts."""
 
 CHAT_NAMES = ("messages", "conversations", "prompt")
-"""Where a chat may stand; the first one that is there counts."""
+"""The keys that may hold a chat; the first one that is there counts."""
 
 TOKEN_KEYS = ("input_ids", "loss_mask", "labels", "seq_len")
 """What a record holds that is tokenized already; see ``encode_record``."""
@@ -68,7 +68,7 @@ RECORD_KEYS = frozenset(
         *NOTE_KEYS,
     }.difference(REFUSED)
 )
-"""All that may stand in a record."""
+"""All keys that a record may have."""
 
 SHAREGPT_ROLES = {
     "assistant": "assistant",

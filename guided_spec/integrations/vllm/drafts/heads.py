@@ -278,7 +278,7 @@ def _target_ids_of(model: Any) -> Tensor | None:
 
 
 def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a proposer's ``load_model``: it is looked at from then on."""
+    """Around a proposer's ``load_model``: its drafts are masked from then on."""
 
     @functools.wraps(original)
     def load_model(self: Any, target_model: Any) -> Any:
@@ -314,7 +314,7 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a speculator's ``load_model``: it is looked at from then on."""
+    """Around a speculator's ``load_model``: its drafts are masked from then on."""
 
     @functools.wraps(original)
     def load_model(self: Any, target_model: Any) -> Any:

@@ -22,7 +22,7 @@ from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
 
-# Words of a row that are looked at first: common tokens stand in front in most vocabularies.
+# Words of a row that are read first: most vocabularies begin with common tokens.
 _FIRST = 64
 
 Lead = Callable[[Lookahead], None]

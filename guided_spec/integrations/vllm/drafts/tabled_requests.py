@@ -139,7 +139,7 @@ class TabledRequests:
         return table.fingerprint
 
     def forget(self, name: str) -> None:
-        """A request has ended, or goes on without a table; any other name changes nothing."""
+        """A request has ended, or continues without a table; any other name changes nothing."""
         request = self._requests.pop(name, None)
         if request is not None:
             self._free.append(request.text)

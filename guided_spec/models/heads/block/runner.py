@@ -161,7 +161,7 @@ class BlockRunner:
         self._reader.adopt(slot)
 
     def mark(self, slots: Sequence[int]) -> None:
-        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        """Save the positions of the slots' drafts for ``rewind``; ``read`` does so too."""
         for slot in slots:
             self._marks[slot] = self._depths[slot]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
 
-GROUP = 32  # tokens, of which the likeliest is looked at first
+GROUP = 32  # tokens, of which the likeliest is read first
 
 
 class Transition(Protocol):
@@ -125,7 +125,7 @@ class CandidateSelector(nn.Module):
 
 
 class Likeliest(NamedTuple):
-    """values: the highest logits [..., C], the best first. found: int64, where they stand."""
+    """values: the highest logits [..., C], the best first. found: int64, their indices."""
 
     values: Tensor
     found: Tensor
