@@ -90,14 +90,14 @@ def _keys_of(report: dict[str, Any]) -> str:
     if report["additional_properties"] == "schema":
         return "objects are open where the schema leaves them open"
     kept = "only declared keys, unless the schema asks for others"
-    places = ", ".join(place or "(the whole schema)" for place in report["left_open"])
-    return f"{kept}; not below {places}" if places else kept
+    pointers = ", ".join(pointer or "(the whole schema)" for pointer in report["left_open"])
+    return f"{kept}; not below {pointers}" if pointers else kept
 
 
 def _print_finding(finding: dict[str, Any]) -> None:
     """Print its pointer in one unbroken line, and sentences below."""
-    place = finding["pointer"] or "(the whole schema)"
-    typer.echo(f"{finding['level']}: {place}: {finding['keyword']}")
+    pointer = finding["pointer"] or "(the whole schema)"
+    typer.echo(f"{finding['level']}: {pointer}: {finding['keyword']}")
     width = min(stdout().width, LONGEST_LINE)
     for name in ("reason", "fix"):
         if finding[name]:

@@ -194,11 +194,11 @@ def _one_by_one(states: Tensor, routes: Routes, opening: Projection, closing: Pr
     """On the host: no more than one expert is multiplied out at a time."""
     total = states.new_zeros(states.shape, dtype=torch.float32)
     for expert in routes.experts.unique():
-        tokens, places = (routes.experts == expert).nonzero(as_tuple=True)
+        tokens, columns = (routes.experts == expert).nonzero(as_tuple=True)
         both = functional.linear(states[tokens], opening.of(expert).to(states.dtype))
         gate, up = both.chunk(2, -1)
         found = functional.linear(functional.silu(gate) * up, closing.of(expert).to(states.dtype))
-        total.index_add_(0, tokens, found.float() * routes.shares[tokens, places, None])
+        total.index_add_(0, tokens, found.float() * routes.shares[tokens, columns, None])
     return total.to(states.dtype)
 
 

@@ -195,8 +195,8 @@ def _fold_chunk(state, query, key, value, step, decay, CHUNK: tl.constexpr):  # 
     last = tl.sum(decay, 0)
     between = tl.where(row >= column, tl.exp(summed[:, None] - summed[None, :]), 0.0)
     turned = tl.trans(key)
-    alike = tl.dot(key, turned, input_precision="tf32x3")
-    equations = tl.where(row > column, -step[:, None] * between * alike, 0.0)
+    products = tl.dot(key, turned, input_precision="tf32x3")
+    equations = tl.where(row > column, -step[:, None] * between * products, 0.0)
     solved = equations
     for at in range(1, CHUNK):
         line = tl.sum(tl.where(row == at, equations, 0.0), 0)

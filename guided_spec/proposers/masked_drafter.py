@@ -54,8 +54,8 @@ class DraftPrefix(NamedTuple):
     def after(self, drawn: Tensor) -> Tensor:
         """[K, B, ...]: ``drawn`` shifted to what comes after each row's tokens; then arbitrary."""
         steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
-        places = (self.counts + steps).clamp_max(len(drawn) - 1)
-        return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
+        indices = (self.counts + steps).clamp_max(len(drawn) - 1)
+        return drawn[indices, torch.arange(len(self.counts), device=drawn.device)]
 
 
 class DraftBuffers(NamedTuple):

@@ -363,14 +363,14 @@ def continuations(
     """
     matches = [counts.find(tail) for counts in known]
     chance = 1.0
-    for place in range(most):
+    for depth in range(most):
         best = _best(matches)
         if best is None:
             return
-        if place == 0:
+        if depth == 0:
             most = min(most, REACH * best.length)
         chance *= best.followers.share
-        if place >= most or chance < LEAST_CHANCE:
+        if depth >= most or chance < LEAST_CHANCE:
             return
         before = len(drafted)
         yield best.followers.token_ids

@@ -44,7 +44,7 @@ class Metrics:
         kind, position = ["kind"], ["position"]
         self.drafted = self._counter("drafted_tokens", "Tokens that were proposed", kind)
         self.accepted = self._counter("accepted_tokens", "Those that were accepted", kind)
-        self.drafted_at = self._counter("drafted_at", "The same, by place in a draft", position)
+        self.drafted_at = self._counter("drafted_at", "The same, by position in a draft", position)
         self.accepted_at = self._counter("accepted_at", "Those that were accepted", position)
         self.steps = self._counter("steps", "Forward passes, for each text that took part")
         self.starved = self._counter("starved_rows", "No legal token in the draft vocabulary")
@@ -72,10 +72,10 @@ class Metrics:
         for kind, (drafted, accepted) in _by_kind(stats, completion.grammar).items():
             self.drafted.labels(kind).inc(drafted)
             self.accepted.labels(kind).inc(accepted)
-        for place, drafted in enumerate(stats.drafted, 1):
-            self.drafted_at.labels(str(place)).inc(drafted)
-        for place, accepted in enumerate(stats.accepted, 1):
-            self.accepted_at.labels(str(place)).inc(accepted)
+        for position, drafted in enumerate(stats.drafted, 1):
+            self.drafted_at.labels(str(position)).inc(drafted)
+        for position, accepted in enumerate(stats.accepted, 1):
+            self.accepted_at.labels(str(position)).inc(accepted)
         self.steps.inc(stats.steps)
         self.starved.inc(stats.starved)
         self.mask_seconds.inc(stats.mask_seconds)
@@ -139,10 +139,10 @@ class Tally:
     def count(self, chunk: Chunk) -> None:
         """Enter a chunk of one of its samples."""
         metrics, now, new = self._metrics, time.perf_counter(), len(chunk.token_ids)
-        place = (chunk.prompt_index, chunk.sample_index)
-        last = self._last.get(place)
+        sample = (chunk.prompt_index, chunk.sample_index)
+        last = self._last.get(sample)
         if new:
-            self._last[place] = now
+            self._last[sample] = now
             self.output_tokens += new
             metrics.output_tokens.inc(new)
             if last is None:

@@ -98,8 +98,8 @@ class OnlineFeatures(_Here):
         """
         device = batch.token_ids.device
         token_ids = batch.token_ids.to(self._device)
-        place = torch.arange(token_ids.shape[1], device=token_ids.device)
-        mask = place < batch.lengths.to(self._device)[:, None]
+        index = torch.arange(token_ids.shape[1], device=token_ids.device)
+        mask = index < batch.lengths.to(self._device)[:, None]
         with capture_hidden(self._decoder, self._layers) as captured:
             self._decoder(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
             *aux, last = [states.to(device) for states in captured]

@@ -51,7 +51,7 @@ class TrainOptions:
     )
     regenerate: bool = option("Let the target write the answers first.", default=False)
     regenerate_url: str | None = option(
-        "Who writes them in its place: a server that runs it, such as http://host:8000/v1.",
+        "A server that runs it and writes them instead, such as http://host:8000/v1.",
         default=None,
     )
     regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)

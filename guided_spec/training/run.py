@@ -365,14 +365,14 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
 def _load_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
     """All of it, frozen: on ``device``, or where the device map puts its modules."""
     if options.device_map is None:
-        place: dict[str, Any] = {"device": device}
+        placement: dict[str, Any] = {"device": device}
     else:
-        place = {"device_map": read_device_map(options.device_map)}
+        placement = {"device_map": read_device_map(options.device_map)}
     target = load_model(
         options.target,
         dtype=options.target_dtype,
         trust_remote_code=options.trust_remote_code,
-        **place,
+        **placement,
     )
     model: Any = target
     norm = getattr(model.get_decoder(), "norm", nn.Identity())

@@ -359,11 +359,11 @@ class _Reader(NamedTuple):
     request: Any
 
     def read(self, start: int, stop: int) -> list[int]:
-        behind = self.length - len(self.end)
-        if start >= behind:
-            return [*self.end[start - behind : stop - behind]]
+        begin = self.length - len(self.end)
+        if start >= begin:
+            return [*self.end[start - begin : stop - begin]]
         known = [*self.request.origin_input_ids_unpadded, *self.request.output_ids]
-        return [*known[:behind], *self.end][start:stop]
+        return [*known[:begin], *self.end][start:stop]
 
 
 def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], num_nodes: int) -> Trees:

@@ -250,11 +250,11 @@ def _require_known(name: str, value: Any, known: Collection[str] | None) -> None
 def _require_drafts(more: Mapping[str, Any], proposer: str) -> None:
     """Raise ConfigError for keys of ``speculative_config`` that clash with the proposer."""
     for name, value in more.items():
-        place = f"engine_options['speculative_config'][{name!r}]"
+        argument = f"engine_options['speculative_config'][{name!r}]"
         if name in _TAKEN_OF_DRAFTS:
-            raise ConfigError(place, value, f"pass {_TAKEN_OF_DRAFTS[name]}, outside of it")
+            raise ConfigError(argument, value, f"pass {_TAKEN_OF_DRAFTS[name]}, outside of it")
         if proposer == NO_DRAFTS:
-            raise ConfigError(place, value, "nothing is drafted: name a proposer")
+            raise ConfigError(argument, value, "nothing is drafted: name a proposer")
     method = more.get("rejection_sample_method")
     if method not in _EXACT_METHODS:
         fix = "it changes what texts are likely: only 'standard' and 'block' do not"

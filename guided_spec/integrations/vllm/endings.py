@@ -140,8 +140,8 @@ def bind_to_budget(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _create_grammar(self: Any, request: Any) -> Any:
         grammar = original(self, request)
-        is_behind = self.reasoner_cls is not None and not self.enable_in_reasoning
-        if type(grammar).__module__ == _BACKEND and not is_behind and _may_end(request):
+        is_after_reasoning = self.reasoner_cls is not None and not self.enable_in_reasoning
+        if type(grammar).__module__ == _BACKEND and not is_after_reasoning and _may_end(request):
             _budgets(self).bind(request, grammar)
         return grammar
 

@@ -434,8 +434,8 @@ class Eagle3Head(LayoutHead):
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """The recycled states [B, T, H], see ``DraftHead.forward``."""
-        places, mask = arguments["position_ids"], arguments["attention_mask"]
-        return self.run_layers(token_ids, hidden, places, mask, cache=arguments["cache"])
+        position_ids, mask = arguments["position_ids"], arguments["attention_mask"]
+        return self.run_layers(token_ids, hidden, position_ids, mask, cache=arguments["cache"])
 
     def run_layers(
         self,

@@ -122,11 +122,11 @@ class _TargetModules(nn.Module):
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """[B, T, H] after the last norm; see ``DraftHead``."""
-        module, places = arguments["module"], arguments["position_ids"]
+        module, position_ids = arguments["module"], arguments["position_ids"]
         given = {
-            "position_embeddings": self.rotate(hidden, places, module),
+            "position_embeddings": self.rotate(hidden, position_ids, module),
             "attention_mask": arguments["attention_mask"],
-            "position_ids": places,
+            "position_ids": position_ids,
             **cache_keyword(self.layers[module], arguments["cache"]),
         }
         return self._run(module, self.embed(token_ids).to(hidden.dtype), hidden, given)

@@ -239,8 +239,8 @@ class SlotHead:
             if width <= skip:
                 break  # the text is still too short for this module
             fed = [max(0, count - skip) for count in counts]
-            places = [max(0, start - module) for start in starts]
-            hidden = self._forward(ids[:, skip:], hidden, module, Rows(slots, places, fed))
+            positions = [max(0, start - module) for start in starts]
+            hidden = self._forward(ids[:, skip:], hidden, module, Rows(slots, positions, fed))
             last.append(_at(hidden, fed))
         self._last[: len(last), index] = torch.stack(last)
         self._hidden[index] = last[0]

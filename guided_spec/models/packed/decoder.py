@@ -93,11 +93,11 @@ class LayerNorms(NamedTuple):
     @classmethod
     def of(cls, layer: Any) -> LayerNorms:
         """The norms of a stock layer; Gemma has them before and after attention and MLP."""
-        behind = Norm.of(layer.post_attention_layernorm)
+        after = Norm.of(layer.post_attention_layernorm)
         if not hasattr(layer, "pre_feedforward_layernorm"):
-            return cls(None, behind, None)
+            return cls(None, after, None)
         inner, fed = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-        return cls(behind, Norm.of(inner), Norm.of(fed))
+        return cls(after, Norm.of(inner), Norm.of(fed))
 
 
 class _Block(NamedTuple):

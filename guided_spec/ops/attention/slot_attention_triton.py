@@ -172,18 +172,18 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
                 num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
             )
-        whole, alike = tile, None
+        whole, common = tile, None
         if lines and tiling is None:
             tile = tile._replace(splits=AFTER_SPLITS)
             whole = _tile(query, WHOLE_FROM)._replace(splits=SHARED_SPLITS)
         if lines:
-            alike = attend(shared[1], whole, SHARED)
+            common = attend(shared[1], whole, SHARED)
         own = attend(rows, tile, AFTER_SHARED if lines else WHOLE_TEXT)
         if own is not None:
             parts = FEW_SPLITS if tile.splits <= FEW_SPLITS else max(tile.splits, MAX_SPLITS)
             of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
             launch(_combine, (count, heads), query)(
-                *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
+                *(*own, *(common or own), rows, *shared, output, sunk[0], num_rows, max_length),
                 *(tile.halvings, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
                 *(*of_shared, window, sunk[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,

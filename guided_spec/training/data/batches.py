@@ -313,7 +313,7 @@ class GrammarMasks:
             is_legal = slot is not None and table.allows(slot, token_id)
             if slot is None or not is_legal or not matcher.accept_token(token_id):
                 table.truncate(length)
-                self._reject(grammar, place=len(slots))
+                self._reject(grammar, position=len(slots))
                 return None
             slots.append(slot)
         return slots
@@ -339,8 +339,8 @@ class GrammarMasks:
                 logger.warning("a grammar does not compile, its responses count as free: %s", error)
             return None
 
-    def _reject(self, grammar: str, *, place: int) -> None:
+    def _reject(self, grammar: str, *, position: int) -> None:
         self.rejected += 1
         if self.rejected == 1:
             text = "a response leaves its grammar at token %d and counts as free text: %.200s"
-            logger.warning(text, place, grammar)
+            logger.warning(text, position, grammar)

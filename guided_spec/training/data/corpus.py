@@ -154,7 +154,7 @@ def _generate(
     for line, output in zip(lines, outputs, strict=True):
         is_whole = output.is_complete
         record = _with_response(line.record, output.text) if is_whole else None
-        problem = "" if output.error is None else f"{line.place}: {output.error}"
+        problem = "" if output.error is None else f"{line.source}: {output.error}"
         yield _Generated(output.finish_reason, record, problem)
 
 
@@ -162,9 +162,9 @@ def _read(line: Line) -> Example:
     try:
         example = read_example(line.record)
     except GuidedSpecError as error:
-        raise ConfigError("data", line.place, str(error)) from error
+        raise ConfigError("data", line.source, str(error)) from error
     if example.prompt is None:
-        raise ConfigError("data", line.place, "has no prompt: there is nothing to answer")
+        raise ConfigError("data", line.source, "has no prompt: there is nothing to answer")
     return example
 
 

@@ -292,8 +292,8 @@ def _continuation(tokenizer: Any, text: str) -> list[int]:
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])
 
-    alone, behind = encode("x"), encode("\nx")
-    if behind[-len(alone) :] != alone:
+    alone, joined = encode("x"), encode("\nx")
+    if joined[-len(alone) :] != alone:
         for anchor in ANCHORS:
             head, both = encode(anchor), encode(anchor + text)
             if both[: len(head)] == head:
@@ -397,11 +397,11 @@ def read_grammar_text(text: str) -> GrammarSpec | None:
 def _encode_all(
     paths: Sequence[str | Path], tokenizer: Any, stop_ids: Sequence[int]
 ) -> Iterator[Encoded]:
-    for place, record in read_lines(paths):
+    for source, record in read_lines(paths):
         try:
             yield encode_record(record, tokenizer, stop_ids)
         except GuidedSpecError as error:
-            raise ConfigError("data", place, str(error)) from error
+            raise ConfigError("data", source, str(error)) from error
 
 
 def _row(encoded: Encoded, index: int) -> dict[str, Any]:

@@ -228,9 +228,9 @@ Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One record. place: its source as ``name:number``, for error messages."""
+    """One record. source: where it is from, as ``name:number``, for error messages."""
 
-    place: str
+    source: str
     record: Record
 
 
@@ -324,19 +324,19 @@ def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    place = f"{path.name}:{number}"
-                    yield Line(place, _read_object(text, argument, place))
+                    source = f"{path.name}:{number}"
+                    yield Line(source, _read_object(text, argument, source))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(argument, str(path), f"cannot be read: {error}") from error
 
 
-def _read_object(text: str, argument: str, place: str) -> Record:
+def _read_object(text: str, argument: str, source: str) -> Record:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(argument, place, f"is not JSON: {error}") from error
+        raise ConfigError(argument, source, f"is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ConfigError(argument, place, "must be a JSON object")
+        raise ConfigError(argument, source, "must be a JSON object")
     return record
 
 

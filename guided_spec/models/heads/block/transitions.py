@@ -145,8 +145,8 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
     if whole < size:
         peaks = torch.cat([peaks, logits[..., whole:].amax(-1, keepdim=True)], -1)
     groups = peaks.topk(count, sorted=False).indices
-    places = torch.arange(GROUP, device=logits.device)
-    tokens = (groups.unsqueeze(-1) * GROUP + places).flatten(-2)
+    offsets = torch.arange(GROUP, device=logits.device)
+    tokens = (groups.unsqueeze(-1) * GROUP + offsets).flatten(-2)
     held = logits.gather(-1, tokens.clamp_max(size - 1)).masked_fill(tokens >= size, -torch.inf)
     values, at = held.topk(count)
     return Likeliest(values, tokens.gather(-1, at))
