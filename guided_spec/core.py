@@ -82,7 +82,7 @@ class DecodeBatch:
     limits: [B] draft tokens that still fit the request, at most.
     sampling: the requests' parameters, on ``device``.
     mask_rows: host memory for the masks.
-    num_draft_tokens: K for proposers that could go on for ever.
+    num_draft_tokens: K for proposers that could draft without end.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
         before the last one that became known since the request's previous step (all of the prompt
         but its last token at the first); None where the proposer asked for none, and of texts of
@@ -90,11 +90,11 @@ class DecodeBatch:
         for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
-    adjustments: the biases, bans and penalties of all requests; None when nobody has any.
+    adjustments: the biases, bans and penalties of all requests; None where no request has any.
     logprobs: which requests want log-probabilities, and which ones; None when none does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
     sources: [B] equal where one text may be drafted from the other: their ``GuidedText.source``; ()
-        where nobody knows, and texts are kept apart.
+        where it is unknown; such texts share nothing.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
     prompts: which the forward that verifies reads besides, of other slots, and of those of the
         batch that have only begun: of these nothing is known before; () where the engine hands
@@ -211,7 +211,7 @@ LaunchCarry = Callable[[Accepted, TargetOutput, Download], object | None]
 class FinishedDraft(NamedTuple):
     """A draft that the host knows already.
 
-    launch_carry: makes the state for the next step; None: there is none.
+    launch_carry: launches the state for the next step; None: there is none.
     """
 
     draft: Draft
@@ -232,7 +232,7 @@ class FinishedDraft(NamedTuple):
         return self.draft
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        """What ``launch_carry`` returns; None where there is none."""
+        """State for the next step's draft, from ``launch_carry``; None where there is none."""
         return None if self.launch_carry is None else self.launch_carry(accepted, output, packed)
 
 
@@ -256,8 +256,8 @@ class Proposer(Protocol):
         Continues after ``lookahead.drafted`` and reports every token it drafts to the lookahead,
         by ``accept`` or ``extend``, now or in ``finish``; the draft holds its own tokens only.
 
-        carry: what ``carry`` of the last step's draft returned; None where there is nothing. The
-        texts may have gone on otherwise, ended, or changed their slots since.
+        carry: state that the last step's draft returned; None where there is none. Texts may have
+        continued with other tokens, ended, or changed their slots since.
         """
         ...
 
@@ -317,7 +317,7 @@ class Proposer(Protocol):
         return False
 
     def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
-        """As the first of a chain: at which requests the others stop, so that it drafts again.
+        """Called on the first of a chain: where the others stop, so that it drafts again.
 
         Asked after each token of theirs. None lets them draft as far as they like.
         """
@@ -407,8 +407,8 @@ class TargetModel(Protocol):
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
 
-        flight: its ``draft`` is to be verified, and not to be finished here. Rows need not be read
-        beyond its ``most``; what turns out to be beyond a row's end is never used.
+        flight: holds the ``draft`` to verify; do not call its ``finish``. Rows need not be read
+        beyond its ``most``; outputs beyond a row's end are never used.
         """
         ...
 
@@ -424,7 +424,7 @@ class ProposerContext:
     config: the engine's settings.
     num_slots, max_model_len: how many requests run at once, and how long each may become.
     device, dtype: where and in what the target computes.
-    argument: what stood after the colon of the proposer's name, "" when nothing did.
+    argument: the text after the colon of the proposer's name, "" without one.
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
     blocks: the block tables of the target's keys and values, for proposers that keep their own by
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.

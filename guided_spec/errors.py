@@ -2,12 +2,12 @@
 
 GuidedSpecError
 ├── ConfigError (also a ValueError)      an argument is out of range or of the wrong kind
-│   └── UnknownProposerError             a proposer name that nobody registered
+│   └── UnknownProposerError             a proposer name that is not registered
 ├── ModelError                           a model or tokenizer cannot be loaded or used
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
 ├── OtherProcessError                    an LLM in, or sent to, a process that did not make it
 ├── TrainingStoppedError                 a signal ended a training run, which was saved
-├── RequestError                         one request cannot be served; the others go on
+├── RequestError                         one request cannot be served; the others continue
 │   ├── PromptError                      empty or of the wrong type
 │   │   └── PromptTooLongError           longer than the context
 │   ├── BudgetTooSmallError              max_tokens is below the grammar's shortest text
@@ -116,7 +116,7 @@ class TrainingStoppedError(GuidedSpecError):
 
 
 class RequestError(GuidedSpecError):
-    """One request cannot be served; the rest of its batch goes on."""
+    """One request cannot be served; the rest of its batch continues."""
 
 
 class PromptError(RequestError):

@@ -46,8 +46,8 @@ class Draft(NamedTuple):
     num_tokens: [B] int64 in [0, K]: rows may be shorter than K.
     probs: [B, K, D] float, the distribution each token was sampled from, after mask and warp;
         None: the draft is deterministic, which the verifier treats as one-hot.
-    columns: int32 [V], where in ``probs`` each target token stands, -1 for one that is never drawn;
-        None: D is V, and every token stands at its id.
+    columns: int32 [V], each target token's column in ``probs``, -1 for one that is never drawn;
+        None: D is V, and every token has its id as column.
     is_certain: bool [B, K], tokens that are one-hot whatever ``probs`` says; None: no token is.
     """
 
@@ -148,7 +148,7 @@ class SamplingParams:
         end it all the same.
     repetition_penalty: divides the positive logits of tokens that stand in the prompt or the output
         and multiplies the negative ones, in [0.01, 100]; 1 changes nothing.
-    frequency_penalty: what a token's logit loses for each time it stands in the output, in [-2, 2].
+    frequency_penalty: what a token's logit loses for each occurrence in the output, in [-2, 2].
     presence_penalty: what it loses for standing there at all, in [-2, 2].
     draft_policy: how a drafter with a model keeps to the grammar: "mask" or "validate"
         (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It changes the

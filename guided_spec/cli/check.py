@@ -82,22 +82,22 @@ def _table_of(table: dict[str, Any]) -> str:
     made = f"table of {whole}: {size}, made in {table['seconds']:.3f} s{keys}"
     if not table["equal"]:
         return f"{made}; it differs from the matcher: {table['difference']}"
-    along = f"along {table['steps']} random tokens of {table['texts']} texts"
-    return f"{made}; equal to the matcher behind each state's tokens, and {along}"
+    tried = f"after {table['steps']} random tokens of {table['texts']} texts"
+    return f"{made}; equal to the matcher after each state's tokens, and {tried}"
 
 
 def _keys_of(report: dict[str, Any]) -> str:
     if report["additional_properties"] == "schema":
         return "objects are open where the schema leaves them open"
     kept = "only declared keys, unless the schema asks for others"
-    places = ", ".join(place or "(the whole schema)" for place in report["left_open"])
-    return f"{kept}; not below {places}" if places else kept
+    pointers = ", ".join(pointer or "(the whole schema)" for pointer in report["left_open"])
+    return f"{kept}; not below {pointers}" if pointers else kept
 
 
 def _print_finding(finding: dict[str, Any]) -> None:
     """Print its pointer in one unbroken line, and sentences below."""
-    place = finding["pointer"] or "(the whole schema)"
-    typer.echo(f"{finding['level']}: {place}: {finding['keyword']}")
+    pointer = finding["pointer"] or "(the whole schema)"
+    typer.echo(f"{finding['level']}: {pointer}: {finding['keyword']}")
     width = min(stdout().width, LONGEST_LINE)
     for name in ("reason", "fix"):
         if finding[name]:

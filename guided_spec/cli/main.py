@@ -71,7 +71,7 @@ def program(
         ),
     ] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """The options that come before a command."""
 
 
 if __name__ == "__main__":

@@ -152,7 +152,10 @@ class ReportOptions:
     plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None
 
     def params(self) -> SamplingParams:
-        """Of every request. Raises ConfigError for a report or plots that could not be written."""
+        """The sampling parameters of every request.
+
+        Raises ConfigError for a report or plots that could not be written.
+        """
         # Before anything runs.
         if self.output is not None:
             require_writable("--output", self.output)

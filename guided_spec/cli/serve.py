@@ -118,8 +118,8 @@ def _serve_vllm(
     given = load.arguments(**others)
     model, proposer, draft = (given.pop(name, None) for name in ("model", "proposer", "draft"))
     wanted = Wanted(model, proposer, draft, given, _read_options(engine_options))
-    place: dict[str, Any] = {"host": site.host, "port": site.port}
-    run(serve_command(wanted, **place, names=site.names, api_keys=site.keys))
+    address: dict[str, Any] = {"host": site.host, "port": site.port}
+    run(serve_command(wanted, **address, names=site.names, api_keys=site.keys))
 
 
 def _read_options(text: str | None) -> dict[str, Any]:

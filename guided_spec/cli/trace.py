@@ -30,7 +30,7 @@ Output = Annotated[
     list[Path] | None,
     typer.Option("--output", "-o", help="A .html page or .json; repeat it. [trace.html]"),
 ]
-Compare = Annotated[str | None, typer.Option(help="Another proposer, beside it; or NAME=DRAFT.")]
+Compare = Annotated[str | None, typer.Option(help="Another proposer, next to it; or NAME=DRAFT.")]
 WARM_UP = 16  # tokens that are written, and forgotten, before the clock counts
 
 

@@ -45,12 +45,12 @@ class TrainCommand(TyperCommand):
 
 def _named_algorithm(args: Sequence[str]) -> str | None:
     found = None
-    for place, argument in enumerate(args):
+    for index, argument in enumerate(args):
         name, is_joined, value = argument.partition("=")
         if name == OPTION and is_joined:
             found = value
-        elif name == OPTION and place + 1 < len(args):
-            found = args[place + 1]
+        elif name == OPTION and index + 1 < len(args):
+            found = args[index + 1]
     return found
 
 

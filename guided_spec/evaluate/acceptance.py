@@ -75,14 +75,14 @@ def read_asked(
     """
     found = []
     for source in sources:
-        for place, record in islice(read_lines([source]), limit):
+        for source_line, record in islice(read_lines([source]), limit):
             try:
                 example = read_example(record)
                 if example.prompt is not None:
                     item = WorkItem(encode_prompt(example, encoder), example.grammar)
                     found.append(Asked(str(record.get("source") or Path(source).stem), item))
             except GuidedSpecError as error:
-                raise ConfigError("data", place, str(error)) from error
+                raise ConfigError("data", source_line, str(error)) from error
     if not found:
         raise ConfigError("data", [*map(str, sources)], "holds no prompt")
     return found
@@ -99,9 +99,9 @@ def measure_acceptance(
     both = _both(asked)
     completions, seconds = run_items(llm, [each.item for each in both], params)
     results = []
-    for key, places in _groups(both).items():
-        chosen = [completions[at] for at in places]
-        valid = valid_share(chosen, [both[at].item for at in places])
+    for key, indices in _groups(both).items():
+        chosen = [completions[at] for at in indices]
+        valid = valid_share(chosen, [both[at].item for at in indices])
         label = llm.proposer if name is None else name
         measured = measure_completions(label, chosen, seconds, valid=valid, same_text=1.0)
         results.append(Acceptance(*key, measured))
@@ -177,10 +177,10 @@ class ServedDrafts(NamedTuple):
 
     @classmethod
     def read(cls, url: str, text: str) -> ServedDrafts:
-        """Of what its ``/metrics`` says. Raises ConfigError where that is of no vLLM server."""
+        """Read the text of ``/metrics``. Raises ConfigError if it is not that of vLLM."""
         sums = dict.fromkeys(COUNTERS, 0.0)
         names = {f"{counter}_total": key for key, counter in COUNTERS.items()}
-        places: dict[int, float] = {}
+        positions: dict[int, float] = {}
         seen = set()
         for found in map(_LINE.match, text.splitlines()):
             key = None if found is None else names.get(found["name"])
@@ -188,13 +188,14 @@ class ServedDrafts(NamedTuple):
                 continue
             seen.add(key)
             sums[key] += float(found["value"])
-            if key == "at" and (place := _POSITION.search(found["labels"] or "")) is not None:
-                places[int(place[1])] = places.get(int(place[1]), 0.0) + float(found["value"])
+            if key == "at" and (position := _POSITION.search(found["labels"] or "")) is not None:
+                at = int(position[1])
+                positions[at] = positions.get(at, 0.0) + float(found["value"])
         if "tokens" not in seen:
             fix = f"counts no {COUNTERS['tokens']} at /metrics; pass the address of a vLLM server"
             raise ConfigError("url", url, fix)
         kept = {key: int(sums[key]) for key in ("tokens", "drafts", "drafted", "accepted")}
-        return cls(**kept, accepted_at=tuple(int(places[at]) for at in sorted(places)))
+        return cls(**kept, accepted_at=tuple(int(positions[at]) for at in sorted(positions)))
 
     def since(self, before: ServedDrafts) -> ServedDrafts:
         """What was counted between the two."""
@@ -211,18 +212,19 @@ class ServedDrafts(NamedTuple):
 def measure_server(
     endpoint: Endpoint, asked: Sequence[Asked], params: SamplingParams
 ) -> list[Acceptance]:
-    """As ``measure_acceptance``, of the drafts of a vLLM server, one group after another.
+    """``measure_acceptance`` of the drafts of a vLLM server, one group after another.
 
-    By its counters, which know no requests: it has to serve nobody else meanwhile. ``drafted_at``
-    are its drafts, each of which it counts at every position, whatever their lengths. What it
-    accepts after the end of a text is counted too. forwards: tokens that were not accepted.
+    By its counters, which do not separate requests: it must have no other clients meanwhile.
+    ``drafted_at`` are its drafts, each of which it counts at every position, whatever their
+    lengths. What it accepts after the end of a text is counted too. forwards: tokens that were not
+    accepted.
 
     Raises ConfigError where the counters include other tokens than these requests'.
     """
     both = _both(asked)
     results = []
-    for key, places in _groups(both).items():
-        items = [both[at].item for at in places]
+    for key, indices in _groups(both).items():
+        items = [both[at].item for at in indices]
         before = ServedDrafts.read(endpoint.url, endpoint.metrics())
         started = time.perf_counter()
         sampled = [replace(params, grammar=item.grammar) for item in items]

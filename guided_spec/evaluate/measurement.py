@@ -45,7 +45,7 @@ REQUEST_KEYS = ("prompt", "messages", "answer", *GRAMMAR_KEYS, *NOTE_KEYS)
 
 
 class WorkItem(NamedTuple):
-    """One request: a prompt (text or chat messages), its grammar, and ``answer``: the right one."""
+    """One request: a prompt (text or chat messages), its grammar, and the right ``answer``."""
 
     prompt: Any
     grammar: GrammarSpec | None
@@ -68,12 +68,12 @@ def _read_item(line: Line) -> WorkItem:
     record = line.record
     prompt = record.get("prompt", record.get("messages"))
     if prompt is None:
-        raise ConfigError("workload", line.place, "has neither prompt nor messages")
+        raise ConfigError("workload", line.source, "has neither prompt nor messages")
     try:
         refuse_unknown(record, REQUEST_KEYS)
         return WorkItem(prompt, read_grammar(record), record.get("answer"))
     except ConfigError as error:
-        raise ConfigError("workload", line.place, str(error)) from error
+        raise ConfigError("workload", line.source, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def measure_completions(
 
 
 def _by_position(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(sum(places) for places in zip_longest(*counts, fillvalue=0))
+    return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
 
 
 def valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:

@@ -38,9 +38,9 @@ class Figure:
     style: "bars" draws a panel for each tick, with an axis of its own; "lines" joins the ticks.
     ticks: what is varied, such as the numbers of requests. unit: of the values.
     series: for each name as many values as there are ticks; None is a gap, nothing was measured.
-        Lines have the colour of what stands before the first comma of their names.
+        Lines have the colour of the part of their names before the first comma.
     highlight: the series in colour among bars, and solid among lines.
-    note: what a reader has to know to read it right; it stands in the plot.
+    note: what a reader has to know to read it right; the plot shows it.
     commands, machine, versions, date: how the values were measured.
     """
 
@@ -165,7 +165,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def here(cls, command: str) -> Origin:
-        """This machine, today."""
+        """The origin of figures that ``command`` measures on this machine today."""
         found = ((name, _version(name)) for name in PACKAGES)
         versions = ", ".join(f"{name} {version}" for name, version in found)
         machine = f"{platform.processor() or platform.machine()}, {platform.system()}"
@@ -199,7 +199,7 @@ def draw_all(
 
 
 def acceptance_figures(report: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name; report: rows of ``guided-spec eval --output``."""
+    """Figures by file name; report: rows of ``guided-spec eval --output``."""
     named = {
         f"{row['proposer']}, {row['source']}{', with grammars' if row['grammars'] else ''}": row
         for row in report
@@ -220,7 +220,7 @@ SERIES = {  # of a log: title, unit, note
 
 
 def training_figures(lines: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name: the loss and the acceptance of a run, by step.
+    """Figures by file name: the loss and the acceptance of a run, by step.
 
     lines: of the run's log. A metric that it does not hold has no figure.
     """
@@ -247,7 +247,7 @@ def training_figures(lines: Report, origin: Origin) -> dict[str, Figure]:
 
 
 def _means(lines: Report, key: str, ends: Sequence[int]) -> list[float | None]:
-    """Of what was logged up to each of ``ends``, from the one before; None where nothing was."""
+    """Means of what was logged in the steps up to each of ``ends``; None where nothing was."""
     found: list[float | None] = []
     for before, end in zip([-1, *ends], ends, strict=False):
         values = [line[key] for line in lines if key in line and before < line["step"] <= end]
@@ -256,7 +256,7 @@ def _means(lines: Report, key: str, ends: Sequence[int]) -> list[float | None]:
 
 
 def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
-    """By file name; what nothing was measured of has no figure.
+    """Figures by file name; none for what was not measured.
 
     report: the rows of ``guided-spec bench --output``: ``Measurement.as_dict`` of each.
 

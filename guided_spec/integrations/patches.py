@@ -1,7 +1,7 @@
 """Functions of another engine that are replaced, and whether a release of it has them.
 
 What a release offers is read from its source files: nothing of it is imported before it is known to
-fit. Before anything is replaced all of it is looked at once more as it is in this process.
+fit. Before anything is replaced, all of it is checked once more as it is in this process.
 """
 
 from __future__ import annotations

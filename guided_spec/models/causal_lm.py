@@ -65,8 +65,8 @@ class CausalLM(Protocol):
         hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
             layers) the output of the last layer, and -1 that output after the final norm.
 
-        ``commit`` has to follow before the next forward. Raises ModelError for a layer that the
-        model does not have.
+        Call ``commit`` before the next forward. Raises ModelError for a layer that the model does
+        not have.
         """
         ...
 

@@ -83,7 +83,7 @@ def _pair(block: Any) -> Block | None:
 
 
 class Fp8Linear(nn.Module):
-    """What stands where a linear layer would: weights in fp8, for inference alone.
+    """Replaces a linear layer: weights in fp8, for inference alone.
 
     linear: of which it takes shape, device and bias; its weights are still to be filled.
     """
@@ -120,7 +120,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Experts(nn.Module):
-    """What stands where a stock module of experts would: weights in fp8, for inference alone.
+    """Replaces a stock module of experts: weights in fp8, for inference alone.
 
     experts: of which it takes shapes; with silu(gate) * up, and without biases. ``fits`` says so.
     """
@@ -166,7 +166,7 @@ class Fp8Experts(nn.Module):
 
     @property
     def most_pairs(self) -> int:
-        """Of a token and an expert, up to which each is a product of its own."""
+        """Pairs of a token and an expert up to which each pair is a product of its own."""
         return PAIRS_OF_EXPERT * len(self.down_proj)
 
     def projection(self, name: str) -> Projection:
@@ -194,16 +194,16 @@ def _one_by_one(states: Tensor, routes: Routes, opening: Projection, closing: Pr
     """On the host: no more than one expert is multiplied out at a time."""
     total = states.new_zeros(states.shape, dtype=torch.float32)
     for expert in routes.experts.unique():
-        tokens, places = (routes.experts == expert).nonzero(as_tuple=True)
+        tokens, columns = (routes.experts == expert).nonzero(as_tuple=True)
         both = functional.linear(states[tokens], opening.of(expert).to(states.dtype))
         gate, up = both.chunk(2, -1)
         found = functional.linear(functional.silu(gate) * up, closing.of(expert).to(states.dtype))
-        total.index_add_(0, tokens, found.float() * routes.shares[tokens, places, None])
+        total.index_add_(0, tokens, found.float() * routes.shares[tokens, columns, None])
     return total.to(states.dtype)
 
 
 def _grouped(states: Tensor, routes: Routes, opening: Projection, closing: Projection) -> Tensor:
-    """By torch's grouped product, of all experts multiplied out; nothing waits for the device."""
+    """[N, H]: torch's grouped product of all experts, multiplied out; no sync."""
     experts, order = routes.experts.flatten().sort()
     numbers = torch.arange(len(opening.weight), device=states.device)
     ends = torch.searchsorted(experts, numbers, right=True).int()
@@ -287,12 +287,12 @@ def _scale(module: nn.Module, name: str, scales: Mapping[str, Tensor], block: Bl
 
 
 def _names_of_experts(name: str, experts: Any, parts: Sequence[str]) -> list[list[str]]:
-    """Of each expert, what a checkpoint calls its parts."""
+    """The checkpoint's names of the parts of each expert."""
     return [[f"{name}.{at}.{part}" for part in parts] for at in range(len(experts.down_proj))]
 
 
 def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) -> dict[str, str]:
-    """Of each module with weights in fp8, the name of its scales.
+    """The name of the scales of each module with weights in fp8.
 
     names: of all tensors of a checkpoint. in_fp8: of those in fp8. source: to name in the error.
 

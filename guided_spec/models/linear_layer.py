@@ -12,7 +12,7 @@ from guided_spec.ops.linear.linear import linear
 def product(layer: Any, states: Tensor) -> Tensor:
     """[..., I] to [..., O]: what the module ``layer`` computes, any that is called so.
 
-    One of plain weights, that nobody looks into, goes by ``guided_spec.ops.linear.linear``.
+    A plain one without hooks runs by ``guided_spec.ops.linear.linear``.
     """
     if type(layer) is nn.Linear and has_plain_weight(layer) and not _is_watched(layer):
         return linear(states, layer.weight, layer.bias)

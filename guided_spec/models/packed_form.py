@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, memory: KeyValues) -> LayerShape:
-        """Of a layer that keeps these."""
+        """The shape of a layer with these keys and values."""
         _, heads, _, size = memory.keys.shape
         return cls(heads, size, memory.keys.new_empty(0))
 

@@ -67,7 +67,7 @@ class SlotLM:
     @torch.inference_mode()
     def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:
         """Take linear states back to the tokens kept; keys and values are overwritten later."""
-        del counts  # the cache knows what it was given
+        del counts  # the cache knows them
         self._slots.cache.commit(keep)
 
     def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:

@@ -14,7 +14,7 @@ WARPS = 4
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """See ``guided_spec.ops.bitmask``; a mask row for each row of logits, at least one logit."""
+    """Logits [N, V] with illegal tokens at -inf; a mask row each, at least one logit."""
     rows, masks = logits.reshape(-1, logits.shape[-1]), bitmask.reshape(-1, bitmask.shape[-1])
     masked = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     x = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -28,7 +28,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
 
 
 def translate_bitmask(bitmask: Tensor, target_ids: Tensor) -> Tensor:
-    """See ``guided_spec.ops.bitmask``; at least one row and one target id."""
+    """Masks int32 [N, W] to [N, ceil(D / 32)]; at least one row and one target id."""
     masks, size = bitmask.reshape(-1, bitmask.shape[-1]), len(target_ids)
     num_words = triton.cdiv(size, 32)
     found = torch.empty(len(masks), num_words, dtype=torch.int32, device=bitmask.device)

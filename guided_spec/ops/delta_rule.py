@@ -285,7 +285,7 @@ def _fold(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fold_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of [G, Hv, n, ...], without a step for each token.
+    """``_fold`` of tokens [G, Hv, n, ...], without a step for each token.
 
     With d the decay summed up, the state after token t is e^d_t S + sum over i <= t of
     e^(d_t - d_i) k_i u_i^T, where u_t = b_t (v_t - a_t S_(t-1)^T k_t). Put into one another, these

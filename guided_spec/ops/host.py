@@ -1,4 +1,4 @@
-"""What passes between host and device while the device goes on, and names for a profiler."""
+"""Copies between host and device while the device runs, and names for a profiler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Download:
 
 
 def yield_cpu() -> None:
-    """Let other threads of this process go on: half a microsecond where none wants to.
+    """Let other threads of this process run: half a microsecond where none is ready.
 
     ``time.sleep(0)`` waits for a timer since Python 3.11, which takes 75. ``os.sched_yield`` keeps
     the interpreter to itself.

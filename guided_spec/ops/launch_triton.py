@@ -71,7 +71,7 @@ class _Loader(Executor):
 
 
 def _launcher(types: Iterable[Any]) -> Hashable:
-    """The same for kernels that the same code launches: their arguments, without constants."""
+    """A key that is equal for kernels with one launcher: their arguments, without constants."""
     return tuple((at, one) for at, one in enumerate(tree_leaves([*types])) if one != "constexpr")
 
 
@@ -132,7 +132,7 @@ def _compile(
     if key not in ahead.kinds:
         ahead.kinds.add(key)
         made = kernel.warmup(*arguments, grid=grid, **options)
-        if isinstance(made, CompiledKernel):  # before: nobody may have launched it
+        if isinstance(made, CompiledKernel):  # before: it may not have been launched yet
             ahead.loader.submit(lambda: made)
 
 

@@ -33,7 +33,7 @@ from guided_spec.ops.table_rows import advance, copy_rows
 
 UNTICKETED = 0  # with it, a fetch does not wait
 LAST_TICKET = 2**31 - 1
-# Looks at an order before the device goes on without it; each takes it a microsecond or more. Where
+# Polls of an order before the device continues without it, a microsecond or more each. Where
 # rows are slow, a host takes tens of milliseconds for a position.
 PATIENCE = 300_000
 IMPATIENCE = 1.0  # seconds without a reply before the host asks the device what is wrong

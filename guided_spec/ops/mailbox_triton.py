@@ -18,9 +18,9 @@ LEAST_BLOCK = 64  # rows of a look: with fewer there would be more kernels to co
 def fetch_rows(
     order: Tensor, ticket: Tensor, out: Tensor, patience: int, sources: Tensor | None = None
 ) -> None:
-    """See ``guided_spec.ops.mailbox.fetch_rows``; ``order`` is pinned, the others on one device.
+    """``guided_spec.ops.mailbox.fetch_rows``; ``order`` is pinned, the others on one device.
 
-    patience: looks at the order before it goes on all the same.
+    patience: polls of the order before it continues without it.
     """
     count = len(out)
     found = torch.empty(count, dtype=torch.int64, device=out.device)
@@ -43,7 +43,7 @@ def reply(
     cursors: Tensor | None = None,
     sources: Tensor | None = None,
 ) -> None:
-    """See ``guided_spec.ops.mailbox.reply``; ``words`` is pinned, the others on one device."""
+    """``guided_spec.ops.mailbox.reply``; ``words`` is pinned, the others on one device."""
     count = len(token_ids)
     # An argument that a kernel leaves alone is any tensor: a pointer has to have a type.
     tensors = (token_ids if one is None else one for one in (starved, cursors, sources))
@@ -76,7 +76,7 @@ def _await(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 ):  # fmt: skip
     """Look until the order shows the ticket, and keep its addresses.
 
-    The host's memory is microseconds away: nobody looks there where all rows are known here.
+    The host's memory is microseconds away: it is not read where all rows are known here.
     """
     row = tl.arange(0, block)
     inside = row < count
@@ -103,7 +103,7 @@ def _reply(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     token_ids, starved, cursors, sources, ticket, words, ids, stride, count,
     has_starved: tl.constexpr, has_cursors: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """A word for each token, its id for the model, and where its text stands then."""
+    """A word for each token, its id for the model, and the state of its text after it."""
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < count
     token = tl.load(token_ids + row, mask=inside, other=-1)

@@ -63,7 +63,7 @@ def ids_of(row: NDArray[np.int32], vocab_size: int | None = None) -> list[int]:
 
 
 def first_tokens(row: NDArray[np.int32], count: int) -> list[int]:
-    """The first ``count`` tokens; most of a long row is not looked at."""
+    """The first ``count`` tokens; most of a long row is not read."""
     words = np.flatnonzero(row)[:count]
     bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
     at, bit = np.nonzero(bits)

@@ -23,19 +23,19 @@ BLOCK = 1024  # products a program of silu_mul
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """See ``guided_spec.ops.pointwise.rms_norm``; the arguments on one CUDA device."""
+    """[..., H]: ``guided_spec.ops.pointwise.rms_norm`` with the arguments on one CUDA device."""
     return _norm(x, None, weight, eps, shift)[1]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(residual, normed): see ``guided_spec.ops.pointwise.add_rms_norm``."""
+    """The sum and its norm, [..., H] each, as ``guided_spec.ops.pointwise.add_rms_norm``."""
     return _norm(x, residual, weight, eps, shift)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See ``guided_spec.ops.pointwise.silu_mul``; rows may lie apart, as halves of a row do."""
+    """[..., I]: silu(gate) * up; rows need not be contiguous, as halves of a row are not."""
     width = gate.shape[-1]
     gates, ups = gate.reshape(-1, width), up.reshape(-1, width)
     product = gate.new_empty(gates.shape)
@@ -140,7 +140,7 @@ def rotate_and_store(
     buffers: KeyValues,
     index: SlotIndex,
 ) -> None:
-    """See ``guided_spec.ops.pointwise.rotate_and_store``; the arguments on one CUDA device."""
+    """``guided_spec.ops.pointwise.rotate_and_store`` with the arguments on one CUDA device."""
     count, width = packed.shape
     if count == 0:
         return

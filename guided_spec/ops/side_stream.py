@@ -31,7 +31,7 @@ class SideStream:
 
     @classmethod
     def none(cls) -> SideStream:
-        """The current stream itself."""
+        """A side stream that is the current stream itself."""
         return cls(torch.device("cpu"))
 
     def use(self) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ TEXTS = 128  # of a program
 
 
 def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
-    """See ``guided_spec.ops.table_rows``; the rows may lie in pinned memory of the host, too.
+    """Copy the rows int32 [R, W] at ``sources``; they may be in pinned memory of the host, too.
 
     out: contiguous.
     """
@@ -32,7 +32,7 @@ def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
 
 
 def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
-    """See ``guided_spec.ops.table_rows``; contiguous, all on one device."""
+    """Advance cursors int64 [R, 6] by a token each; contiguous, all on one device."""
     count = len(token_ids)
     with torch.cuda.device_of(cursors):
         grid = (triton.cdiv(count, TEXTS),)
@@ -40,7 +40,7 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
 
 
 def advance_committed(token_ids: Tensor, counts: Tensor, texts: Tensor, cursors: Tensor) -> None:
-    """See ``guided_spec.ops.table_rows``; cursors contiguous."""
+    """Advance the cursors of ``texts`` by their committed tokens [B, T]; cursors contiguous."""
     count, width = token_ids.shape
     with torch.cuda.device_of(cursors):
         launch(_advance_committed, (triton.cdiv(count, TEXTS),))(
@@ -130,7 +130,7 @@ def _advance_committed(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 @triton.jit
 def _next_state(token, cursor, state, goes_on):  # type: ignore[no-untyped-def]
-    """The state after a token of each text that goes on, and whether its table holds that."""
+    """The state after a token of each text that continues, and whether its table holds it."""
     classes = tl.load(cursor, mask=goes_on, other=0)
     of = tl.load(classes.to(tl.pointer_type(tl.int32)) + token, mask=goes_on, other=0)
     then = tl.load(cursor + 1, mask=goes_on, other=0)
@@ -143,7 +143,7 @@ def _next_state(token, cursor, state, goes_on):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _put(cursor, classes, state, goes_on, inside):  # type: ignore[no-untyped-def]
-    """Where texts stand now; returns their rows, of those that do not go on 0."""
+    """Store the texts' states; returns their rows, 0 for texts that do not continue."""
     rows = tl.load(cursor + 3, mask=inside & goes_on, other=0)
     source = tl.load(rows.to(tl.pointer_type(tl.int64)) + state, mask=inside & goes_on, other=0)
     tl.store(cursor, classes, mask=inside)

@@ -1,7 +1,7 @@
 """The proposers by name, and how a new one joins them.
 
 A name is found in ``PROPOSERS`` (built in, or added by ``register_proposer``) or among the entry
-points of the group ``guided_spec.proposers``. What stands after a colon is the proposer's own
+points of the group ``guided_spec.proposers``. The text after a colon is the proposer's own
 argument: ``chain:grammar_forced+ngram``.
 """
 

@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     most: tuple[int, ...]
 
     def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
-        """This one followed by ``draft``, without the columns that no request uses."""
+        """This part followed by ``draft``, without the columns that no request uses."""
         both = tuple(map(sum, zip(self.most, most, strict=True)))
         return _Part(concatenate(self.draft, draft).cut(max(both)), both)
 
@@ -116,7 +116,7 @@ class _Turns:
         return flight
 
     def _advance(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
-        """Append the draft of ``flight``, which starts after ``starts`` [B] tokens."""
+        """Append a member's draft, which starts after ``starts`` [B] drafted tokens."""
         draft = flight.finish()
         # A token that the grammar refused may be left out of the draft, which is then shorter.
         lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)
@@ -182,7 +182,7 @@ class Chain(Proposer):
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
-        """The members in turn, each from where the draft stands, until none has more to say.
+        """The members in turn, each from the end of the draft, until none drafts more.
 
         The members after the first draft K tokens a request at most, together. What one request
         drafts never decides how much another does: both may draw with the same noise.
@@ -195,7 +195,7 @@ class Chain(Proposer):
             before = left
             for member in range(1, len(self._members)):
                 left = turns.fill(member, left)
-            # A request that got nothing is done, however long others go on.
+            # A request that got nothing is done, however long others draft.
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
             pairs = zip(left, lookahead.is_open, strict=True)
             is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)
@@ -205,12 +205,12 @@ class Chain(Proposer):
         return _ChainDraft(*whole, turns, lookahead)
 
     def capture(self) -> Iterator[None]:
-        """Those of every member."""
+        """Capture the graphs of every member, one at each ``next``."""
         for member in self._members:
             yield from member.capture()
 
     def may_draft(self, num_draft_tokens: int) -> bool:
-        """Whether any member may."""
+        """Whether any member may draft in such a batch."""
         return any(member.may_draft(num_draft_tokens) for member in self._members)
 
     @property
@@ -220,19 +220,19 @@ class Chain(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """Those of the members."""
+        """How the members compute, separated by commas."""
         return ", ".join(filter(None, (member.runs_as for member in self._members)))
 
     @property
     def has_own_vocabulary(self) -> bool | None:
-        """As the only member says that knows; drafts of several are brought to the target's."""
+        """The value of the only member that knows; several members' drafts use the target's."""
         said = [one.has_own_vocabulary for one in self._members]
         known = [one for one in said if one is not None]
         return known[0] if len(known) == 1 else None
 
     @property
     def learns(self) -> bool:
-        """Whether any member does."""
+        """Whether any member learns from other requests."""
         return any(member.learns for member in self._members)
 
     def learn(self, texts: Sequence[FinishedText]) -> None:

@@ -108,7 +108,7 @@ class DraftChooser:
 
     target_ids: as of ``choose_draft``, the same at every call.
     graphs: None launches every choice by itself. sources: the drafter's own graphs, whose logits
-        are read where they lie.
+        are read at their addresses.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DraftChooser:
         noise: DraftNoise | None,
         tabled: TableAdvance | None = None,
     ) -> Chosen:
-        """As ``choose_draft``, for the token ``depth`` after ``noise.positions``.
+        """Draw one token [B], ``depth`` tokens after ``noise.positions``; see ``choose_draft``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
             for all tokens of a draft. tabled: the texts whose rows of the mask come from tables;

@@ -198,7 +198,7 @@ class DraftLoop:
         self._is_waiting = not all(self._is_later)  # for the host, at each token
 
     def tables(self) -> TabledTexts | None:
-        """Of those that draft under masks, whose rows the device can take from tables, if any's."""
+        """The texts that draft under masks and have tables on the device; None for none."""
         ends = zip(self._starts, self._ends, strict=True)
         rows = [request for request, (start, end) in enumerate(ends) if end > start]
         if any(self._starts[row] for row in rows):
@@ -235,7 +235,7 @@ class DraftLoop:
     ) -> None:
         """Tokens under masks, drawn while the host advances the forks; see ``drafts_masked``.
 
-        prefix: what the drafts hold already; None where those that go on hold nothing.
+        prefix: what the drafts hold already; None where those that continue hold nothing.
         texts: whose masks the device takes from tables; None where there are none.
         """
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
@@ -301,7 +301,7 @@ class DraftLoop:
 
     @property
     def _longest(self) -> int:
-        """Tokens at most of those that nobody waits for."""
+        """The most tokens of drafts that the host does not wait for."""
         if self._is_waiting:
             return max(self._most)
         return max(end - start for start, end in zip(self._starts, self._ends, strict=True))

@@ -144,7 +144,7 @@ class DraftModel(Proposer):
         return self._draft(batch, lookahead).in_flight()
 
     def capture(self) -> Iterator[None]:
-        """Those of the model."""
+        """Capture the graphs of the draft model, one at each ``next``."""
         yield from self._model.capture(())
 
     @property
@@ -154,7 +154,7 @@ class DraftModel(Proposer):
 
     @property
     def runs_as(self) -> str:
-        """As the model."""
+        """How the draft model computes, in words."""
         return self._model.runs_as
 
     def release(self, slots: Sequence[int]) -> None:
@@ -234,8 +234,8 @@ class Pard(DraftModel):
         for slot, row in zip(slots, rows, strict=True):
             cache.lengths[slot] = len(batch.contexts[row])
         first = to_device([len(tokens) - 1 for tokens in pending], batch.device)
-        places = first.unsqueeze(1) + torch.arange(self._width, device=first.device)
-        index = places.unsqueeze(2).expand(-1, -1, logits.shape[2])
+        positions = first.unsqueeze(1) + torch.arange(self._width, device=first.device)
+        index = positions.unsqueeze(2).expand(-1, -1, logits.shape[2])
         return _fit_width(logits.gather(1, index), batch.vocab_size)
 
     def _run(
@@ -249,10 +249,10 @@ class Pard(DraftModel):
             del token_ids  # what a position drafts changes no other
             step = next(steps)
             at = [min(start + step, self._width - 1) for start in starts]
-            behind = [start + step >= self._width for start in starts]
-            place, is_behind = to_device([at, behind], batch.device)
-            scores = block[torch.arange(len(rows), device=batch.device), place]
-            scores = scores.masked_fill(is_behind.bool().unsqueeze(1), -torch.inf)
+            outside = [start + step >= self._width for start in starts]
+            column, is_outside = to_device([at, outside], batch.device)
+            scores = block[torch.arange(len(rows), device=batch.device), column]
+            scores = scores.masked_fill(is_outside.bool().unsqueeze(1), -torch.inf)
             full = scores.new_full((len(batch), scores.shape[1]), -torch.inf)
             return full.index_copy_(0, index, scores)
 

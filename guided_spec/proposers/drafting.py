@@ -95,7 +95,7 @@ def _certain(draft: Draft) -> Tensor:
 
 
 def _over_target(draft: Draft) -> Draft:
-    """The same with a probability for each of the target's tokens."""
+    """``draft`` with probabilities [B, K, V] for each of the target's tokens."""
     if draft.columns is None:
         return draft
     probs = dense_probs(draft, len(draft.columns))
@@ -167,4 +167,4 @@ class NoDraft(Proposer):
         return False
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state is kept."""

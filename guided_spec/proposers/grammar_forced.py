@@ -2,7 +2,7 @@
 
 A token is rarely forced (after ``{"`` the tokens ``n``, ``na`` and ``name`` may all be legal), but
 the *text* often is. So the search goes byte by byte: as long as exactly one single byte is legal,
-it is forced. The forced text is then tokenised the way the tokenizer would write it. The last token
+it is forced. The forced text is then tokenised as the tokenizer would write it. The last token
 may be wrong where the tokenizer would have merged it with the next text; verification is exact, so
 that costs nothing but the token.
 """
@@ -202,7 +202,7 @@ def _words(token_ids: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _bit_positions(words: NDArray[np.int64]) -> dict[int, int]:
-    """Where the bit of each token of these words stands, once they are one integer."""
+    """The bit index of each token of these words, once they are one integer."""
     return {
         32 * word + bit: 32 * at + bit
         for at, word in enumerate(words.tolist())

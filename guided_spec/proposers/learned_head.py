@@ -150,7 +150,7 @@ class LearnedHead(Proposer):
         return _ReadAhead(known, packed)
 
     def capture(self) -> Iterator[None]:
-        """Those of the head, and of whole drafts."""
+        """Capture the graphs of the head and of whole drafts, one at each ``next``."""
         if self._ahead is not None and self._longest:
             yield from self._ahead.capture(self._longest)
         if self._masked is not None and self._longest:
@@ -158,7 +158,7 @@ class LearnedHead(Proposer):
 
     @property
     def ends_chains(self) -> bool:
-        """As a draft model, and where graphs draft under masks while the host goes on."""
+        """True under ``validate``, and where a graph drafts under masks while the host goes on."""
         return self._policy == "validate" or (self._masked is not None and self._can_wait)
 
     @property
@@ -173,7 +173,7 @@ class LearnedHead(Proposer):
 
     @property
     def has_own_vocabulary(self) -> bool:
-        """Whether the head has."""
+        """Whether the head has a vocabulary of its own."""
         return self._vocabulary is not None
 
     def release(self, slots: Sequence[int]) -> None:
@@ -224,7 +224,7 @@ class LearnedHead(Proposer):
         lookahead: Lookahead,
         rows: Sequence[int],
     ) -> bool:
-        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks."""
+        """Draft by one graph, if it can be; others than ``rows`` draft too, unused."""
         drafted = lookahead.drafted
         whole, slots, count = self._whole, batch.slots, batch.num_draft_tokens
         if whole is None:
@@ -290,7 +290,7 @@ class LearnedHead(Proposer):
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet."""
-        if not batch.features and batch.num_draft_tokens == 0:  # nobody ever drafts
+        if not batch.features and batch.num_draft_tokens == 0:  # no request ever drafts
             return
         head, pieces = self._head, dict[int, _Piece]()
         coming = {prompt.slot for prompt in batch.prompts}
@@ -316,9 +316,9 @@ class LearnedHead(Proposer):
         pieces: dict[int, _Piece],
         rests: dict[int, _Piece],
     ) -> list[int]:
-        """Of ``rows`` with one prompt: the holder after ``pieces``, then those that copy it.
+        """The holder of the prompt of ``rows`` after ``pieces``, then the rows that copy it.
 
-        Empty where nobody takes it. Moves to ``rests`` what is read after it.
+        Empty where no row takes it. Moves to ``rests`` what is read after it.
         """
         head, length = self._head, batch.prompt_lengths[rows[0]] - 1
         lengths = {row: head.length(batch.slots[row]) for row in rows}
@@ -413,7 +413,7 @@ def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Run
 def _packed(
     form: type[PackedEagle3 | PackedMtp], head: Any, limits: SlotLimits, context: ProposerContext
 ) -> _Runner:
-    """As graphs where there are kernels, and the head is of a kind that they serve."""
+    """A runner by CUDA graphs, if there are kernels for this kind of head."""
     served = form.of(head, limits.max_length) if _are_packed(context) else None
     if served is None:
         return _over_slots(head, limits, context)

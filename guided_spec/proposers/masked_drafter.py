@@ -37,7 +37,7 @@ KINDS = (
 
 
 class DraftPrefix(NamedTuple):
-    """What the drafts hold before a head goes on.
+    """What the drafts hold before a head continues.
 
     token_ids: int64 [B, K] on the host, -1 after each row's end. counts: int64 [B] on the head's
     device.
@@ -52,10 +52,10 @@ class DraftPrefix(NamedTuple):
         return cls(pad_ids(rows, width, -1), to_device([len(row) for row in rows], device))
 
     def after(self, drawn: Tensor) -> Tensor:
-        """Of ``drawn`` [K, B, ...], same shape: what comes after each row's tokens, then any."""
+        """[K, B, ...]: ``drawn`` shifted to what comes after each row's tokens; then arbitrary."""
         steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
-        places = (self.counts + steps).clamp_max(len(drawn) - 1)
-        return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
+        indices = (self.counts + steps).clamp_max(len(drawn) - 1)
+        return drawn[indices, torch.arange(len(self.counts), device=drawn.device)]
 
 
 class DraftBuffers(NamedTuple):
@@ -168,7 +168,7 @@ class MaskedDraft:
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
-        if self._depth >= self._depths or not lookahead.can_draft(1):  # nobody drafts any more
+        if self._depth >= self._depths or not lookahead.can_draft(1):  # no request drafts any more
             self._end()
         else:
             self._post(lookahead, self._depth)
@@ -189,7 +189,7 @@ class MaskedDraft:
 
 
 class MaskedDrafter:
-    """Such drafts of one head, from step to step.
+    """Makes drafts under masks of one head, from step to step.
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
@@ -277,7 +277,7 @@ class MaskedDrafter:
 
 @dataclass(eq=False, slots=True)
 class _Picker:
-    """See ``guided_spec.models.packed.whole_drafts.Picker``.
+    """Picks draft tokens under masks inside of a graph; a ``whole_drafts.Picker``.
 
     rows: those that are used. cursors: int64 [rows, 6] on the host, see ``TabledTexts``; None where
     no text has a table.

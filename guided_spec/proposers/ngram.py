@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time these tokens stood here.
+"""Prompt lookup: what followed the last occurrence of these tokens.
 
 Saxena, "Prompt lookup decoding" (2023): match the last n tokens of the text against its own past
 and propose what came after the match; longer matches first, later ones before earlier ones.
@@ -78,7 +78,7 @@ def continue_ngram(tokens: NDArray[np.int32], length: int) -> list[int]:
     if length == 0:
         return []
     size = len(tokens)
-    # An occurrence ends before the last token, at an index where that token stood before.
+    # An occurrence ends before the last token, at an earlier index of that token.
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     best = ends[:0]
     for n in range(SHORTEST, min(LONGEST, size - 1) + 1):

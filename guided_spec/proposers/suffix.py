@@ -31,7 +31,7 @@ _NOTHING: list[int] = []
 KEPT = 1 << 16  # tokens of finished texts that are remembered, of all kinds together
 LONGEST_TEXT = 1 << 12  # tokens that are learned of one of them
 OWN_TOKENS = 1 << 14  # of a request's own text; beyond, the later half is counted again
-READ_AT_ONCE = 1 << 9  # of them that a step reads, so that long prompts hold up nobody
+READ_AT_ONCE = 1 << 9  # of them that a step reads, so that long prompts delay no other
 REACH = 4  # drafted tokens for each matched one
 LEAST_CHANCE = 0.1  # that a drafted token and all before it are right, by their counts
 
@@ -39,7 +39,7 @@ LEAST_CHANCE = 0.1  # that a drafted token and all before it are right, by their
 class CountedText:
     """A text that is counted, and may grow.
 
-    runs: the nodes of its last 1, 2, ... tokens, as far as they stood in the texts before.
+    runs: the nodes of its last 1, 2, ... tokens, as far as they occurred in the texts before.
     """
 
     __slots__ = ("runs", "tokens")
@@ -50,7 +50,7 @@ class CountedText:
 
 
 class _Node:
-    """A run of tokens. count: how often it stands in the texts.
+    """A run of tokens. count: how often it occurs in the texts.
 
     followers: the runs that are one token longer, by that token; None of a run that stood in the
     texts once when it was last seen. It then goes on at ``text[at]``, if anywhere.
@@ -94,7 +94,7 @@ class Followers(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A run that stands in the texts and goes on there; length: its tokens.
+    """A run that occurs in the texts and continues there; length: its tokens.
 
     at: where its only occurrence goes on in ``node.text``; -1 where ``node.followers`` says that.
     """
@@ -104,7 +104,7 @@ class Match(NamedTuple):
     at: int = -1
 
     def followers(self) -> Followers:
-        """What followed the run."""
+        """The most frequent tokens after the run, and the share of the first of them."""
         node = self.node
         if self.at >= 0:
             return Followers([node.text[self.at]], 1.0)
@@ -132,7 +132,7 @@ class SuffixCounts:
         self._root.followers = {}
 
     def append(self, text: CountedText, token_ids: Sequence[int]) -> None:
-        """Let a text go on; one that is empty begins here."""
+        """Append to a text; one that is empty begins here."""
         tokens, root, longest = text.tokens, self._root, self._longest
         for token in token_ids:
             tokens.append(token)
@@ -140,7 +140,7 @@ class SuffixCounts:
             runs: list[_Node] = []
             for node in (root, *text.runs):
                 followers = node.followers
-                assert followers is not None  # it was opened when it stood there again
+                assert followers is not None  # it was opened at the second occurrence
                 node.ranked = None
                 follower = followers.get(token)
                 if follower is None:
@@ -152,7 +152,7 @@ class SuffixCounts:
                         follower.open()
                     runs.append(follower)
                 else:
-                    follower.text = _NOTHING  # nobody goes below
+                    follower.text = _NOTHING  # nothing is read below it
             text.runs = runs
 
     def remove(self, text: CountedText) -> None:
@@ -363,14 +363,14 @@ def continuations(
     """
     matches = [counts.find(tail) for counts in known]
     chance = 1.0
-    for place in range(most):
+    for depth in range(most):
         best = _best(matches)
         if best is None:
             return
-        if place == 0:
+        if depth == 0:
             most = min(most, REACH * best.length)
         chance *= best.followers.share
-        if place >= most or chance < LEAST_CHANCE:
+        if depth >= most or chance < LEAST_CHANCE:
             return
         before = len(drafted)
         yield best.followers.token_ids

@@ -37,7 +37,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left."""
+        """Stop the timers: the client has left."""
         _stop(self._head_timer)
         _stop(self._write_timer)
         super().connection_lost(exc)
@@ -88,7 +88,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self._expect_reading()
         if self._is_reading and self.cycle.response_complete:
-            self.transport.close()  # nobody wants the rest of the body
+            self.transport.close()  # the rest of the body is not needed
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what cannot be parsed, or was not to be parsed any further."""

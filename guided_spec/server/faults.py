@@ -132,10 +132,10 @@ def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
-    place = fault.param or ""
-    name = names.get(re.split(r"[.\[]", place)[0])
+    path = fault.param or ""
+    name = names.get(re.split(r"[.\[]", path)[0])
     if name is not None:
-        fault.message = re.sub(f"^{re.escape(place)}[^=: ]*", name, fault.message)
+        fault.message = re.sub(f"^{re.escape(path)}[^=: ]*", name, fault.message)
         fault.param = name
     return fault
 
@@ -186,7 +186,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unreadable_body() -> ApiError:
-    """A body that is JSON for nobody, or for others than this server."""
+    """The error for a body that is no JSON, or JSON that this server cannot read."""
     message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
     return ApiError(400, message, code="invalid_json")
 
@@ -197,15 +197,15 @@ def validation_fault(faults: Sequence[Any]) -> ApiError:
     faults: pydantic's details of them, at least one.
     """
     first = faults[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "extra_forbidden":
-        return unknown_parameter(".".join(place))
+        return unknown_parameter(".".join(path))
     reasons = [first["msg"]]
     others = [e["msg"] for e in faults[1:] if e["loc"][:1] == first["loc"][:1]]
     if others:  # none of the kinds of values that the argument may have
-        place = place[:1]
+        path = path[:1]
         reasons = list(dict.fromkeys([*reasons, *others]))
-    shown = ".".join(place)
+    shown = ".".join(path)
     message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
     if not shown:
         message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"

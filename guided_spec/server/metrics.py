@@ -44,7 +44,7 @@ class Metrics:
         kind, position = ["kind"], ["position"]
         self.drafted = self._counter("drafted_tokens", "Tokens that were proposed", kind)
         self.accepted = self._counter("accepted_tokens", "Those that were accepted", kind)
-        self.drafted_at = self._counter("drafted_at", "The same, by place in a draft", position)
+        self.drafted_at = self._counter("drafted_at", "The same, by position in a draft", position)
         self.accepted_at = self._counter("accepted_at", "Those that were accepted", position)
         self.steps = self._counter("steps", "Forward passes, for each text that took part")
         self.starved = self._counter("starved_rows", "No legal token in the draft vocabulary")
@@ -56,26 +56,26 @@ class Metrics:
         self._gauge("waiting_samples", "Texts that wait for a slot", lambda: load().waiting)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def count_request(self, endpoint: str, status: int, seconds: float) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.requests.labels(endpoint, str(status)).inc()
         self.request_seconds.labels(endpoint).observe(seconds)
 
     def count_sample(self, completion: Completion) -> None:
-        """A text has ended."""
+        """Count a text that has ended."""
         stats = completion.stats
         self.samples.labels(completion.finish_reason).inc()
         self.cached_tokens.inc(stats.cached_tokens)
         for kind, (drafted, accepted) in _by_kind(stats, completion.grammar).items():
             self.drafted.labels(kind).inc(drafted)
             self.accepted.labels(kind).inc(accepted)
-        for place, drafted in enumerate(stats.drafted, 1):
-            self.drafted_at.labels(str(place)).inc(drafted)
-        for place, accepted in enumerate(stats.accepted, 1):
-            self.accepted_at.labels(str(place)).inc(accepted)
+        for position, drafted in enumerate(stats.drafted, 1):
+            self.drafted_at.labels(str(position)).inc(drafted)
+        for position, accepted in enumerate(stats.accepted, 1):
+            self.accepted_at.labels(str(position)).inc(accepted)
         self.steps.inc(stats.steps)
         self.starved.inc(stats.starved)
         self.mask_seconds.inc(stats.mask_seconds)
@@ -132,17 +132,17 @@ class Tally:
         self.steps = self.drafted_tokens = self.accepted_tokens = 0
 
     def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Enter the prompts' tokens."""
+        """Count the tokens of prompts."""
         self.prompt_tokens = sum(map(len, prompts))
         self._metrics.prompt_tokens.inc(self.prompt_tokens)
 
     def count(self, chunk: Chunk) -> None:
         """Enter a chunk of one of its samples."""
         metrics, now, new = self._metrics, time.perf_counter(), len(chunk.token_ids)
-        place = (chunk.prompt_index, chunk.sample_index)
-        last = self._last.get(place)
+        sample = (chunk.prompt_index, chunk.sample_index)
+        last = self._last.get(sample)
         if new:
-            self._last[place] = now
+            self._last[sample] = now
             self.output_tokens += new
             metrics.output_tokens.inc(new)
             if last is None:

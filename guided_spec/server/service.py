@@ -93,7 +93,7 @@ class ServedModel(Protocol):
 
     @property
     def default_params(self) -> SamplingParams:
-        """The model's own."""
+        """Sampling parameters of the model's own generation config."""
 
     @property
     def load(self) -> Load:
@@ -117,7 +117,7 @@ class ServedModel(Protocol):
 
 
 def _single_samples(params: SamplingParams) -> list[SamplingParams]:
-    """Of each sample, with a seed as the engine numbers those of one request."""
+    """Parameters of each sample, with the seeds that the engine gives those of one request."""
     if params.seed is None:
         return [replace(params, n=1)] * params.n
     seeds = [sample_seed(params.seed, index) for index in range(params.n)]

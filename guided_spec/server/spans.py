@@ -1,7 +1,7 @@
 """A span of OpenTelemetry for each request that generates, where that package is installed.
 
 Attributes have the names of the semantic conventions for generative AI, and ours where these have
-none. Nothing is computed unless somebody records: the tracer provider is the process's to set.
+none. Nothing is computed unless a tracer records: the tracer provider is the process's to set.
 """
 
 from __future__ import annotations

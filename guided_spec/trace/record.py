@@ -46,7 +46,7 @@ class TokenTrace:
         filters.
     allowed: tokens that the grammar allowed there; None for free text, and after a token that it
         refuses.
-    place: JSON pointer of the value that was being written before it; None unless the text is JSON.
+    place: JSON pointer of the value being written before it; None unless the text is JSON.
     """
 
     id: int
@@ -268,7 +268,7 @@ class TraceRecorder:
         self._path = JsonPath() if is_json else None
 
     def steps(self, start: int = 0) -> tuple[StepTrace, ...]:
-        """Those so far, from the ``start``-th on."""
+        """The steps so far, from the ``start``-th on."""
         return tuple(self._steps[start:])
 
     def add(self, seen: SeenStep, num_kept: int) -> None:
@@ -357,7 +357,7 @@ class TraceRecorder:
         return self._marker is not None and self._marker_state < len(self._marker)
 
     def _advance(self, token_ids: Sequence[int]) -> None:
-        """The text goes on: in its free part, or in the JSON after it."""
+        """The text continues: in its free part, or in the JSON after it."""
         for token_id in token_ids:
             if self._is_before_marker:
                 assert self._marker is not None
@@ -389,7 +389,7 @@ class JsonPath:
         return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
 
     def feed(self, data: bytes) -> None:
-        """The text goes on with ``data``."""
+        """The text continues with ``data``."""
         for byte in data:
             if self._string is None:
                 self._read(byte)
@@ -431,7 +431,7 @@ class JsonPath:
             self._open.append(_Container(count=0 if char == b"[" else None))
 
     def _end_value(self) -> None:
-        """What stood at ``at`` is whole."""
+        """The value at ``at`` is complete."""
         if not self._open or self._open[-1].at is None:
             return
         top = self._open[-1]

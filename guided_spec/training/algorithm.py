@@ -20,12 +20,12 @@ class TrainingBatch(NamedTuple):
     """B documents, padded on the right to T tokens; all on one device.
 
     token_ids: int64 [B, T]; any valid id at the padding.
-    loss_mask: bool [B, T]: whether a token belongs to an answer, so that predicting *it* is what
+    loss_mask: bool [B, T]: whether a token belongs to a response, so that predicting *it* is what
         the draft is trained for. False at the padding and at each document's first token.
     lengths: int64 [B], tokens of each document.
     bitmask: int32 [N, W], rows of legal tokens; row 0 is all ones and forbids nothing.
-    mask_rows: int64 [B, T], the row of ``bitmask`` that says which tokens the grammar let stand at
-        a place; 0 at free text.
+    mask_rows: int64 [B, T], the row of ``bitmask`` with the tokens that the grammar allows at each
+        position; 0 for free text.
     indices: int64 [B], which documents of the dataset these are.
     """
 
@@ -70,8 +70,8 @@ class Metric:
 class TrainingOutput(NamedTuple):
     """What one forward gave.
 
-    output: int64 [steps, B, T], in target ids, the likeliest draft token at each depth: the one of
-        place ``p + 2 + depth`` at p; -1 where nothing was trained.
+    output: int64 [steps, B, T], in target ids, the likeliest draft token at each depth: entry p
+        drafts token ``p + 2 + depth``; -1 where nothing was trained.
     loss: scalar float32, with gradient.
     metrics: by name. ``loss_{depth}``; ``accept_{depth}``, the share of drafts that agree with the
         target's likeliest tokens up to that depth; ``overlap_{depth}``, the probability that
@@ -84,7 +84,7 @@ class TrainingOutput(NamedTuple):
 
 
 class DraftAlgorithm(Protocol):
-    """A way of training drafts; an ``nn.Module`` in practice, registered by ``register(name)``.
+    """An algorithm that trains drafts; an ``nn.Module`` in practice, see ``register(name)``.
 
     Its parameters are what is trained, in float32; the target's are not among them.
 

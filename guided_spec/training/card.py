@@ -1,6 +1,6 @@
-"""What stands next to a trained draft for its users: a model card, and plots of its training.
+"""What a trained draft has for its users: a model card, and plots of its training.
 
-And the way to them: the repository of the Hugging Face hub to which the draft is pushed.
+It also pushes the draft to a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ It drafts tokens for `{target}`, and for no other model. `{algorithm}`, written 
 | sources | {sources} |
 | documents trained on, held out | {trained:,}, {heldout:,} |
 | of them with a grammar | {grammars:.0%} |
-| answers | {answers} |
+| responses | {responses} |
 | steps, tokens | {steps:,}, {tokens:,} |
 
 {estimates}
@@ -60,7 +60,7 @@ Tokens per forward pass, estimated from these: {length:.2f}.
 """
 _DECODED = """\
 Held-out prompts, decoded with the draft under their grammars ({requests}): {length:.2f} tokens per
-forward pass of the target, on the text that it writes itself; {valid:.0%} of the answers match
+forward pass of the target, on the text that it writes itself; {valid:.0%} of the responses match
 their grammar. Accepted, by position: {shares}.
 """
 
@@ -86,7 +86,7 @@ def model_card(report: Any, corpus: CorpusFigures, config: type) -> str:
         command=command_of(options, report.algorithm_options, config),
         sources=", ".join(options.data),
         **corpus._asdict(),
-        answers="written by the target" if options.regenerate else "those of the sources",
+        responses="written by the target" if options.regenerate else "those of the sources",
         steps=report.steps,
         tokens=report.tokens,
         estimates=_estimates(report.heldout),
@@ -186,8 +186,7 @@ class HubRepository:
     def push(self, folder: Path) -> str:
         """Upload a finished draft: the files right in ``folder``, and its plots. The address of it.
 
-        Checkpoints, logs and answers that were written anew stay here. Raises ConfigError where it
-        fails.
+        Checkpoints, logs and regenerated responses stay here. Raises ConfigError where it fails.
         """
         kept = [path.name for path in folder.iterdir() if path.is_file()]
         try:

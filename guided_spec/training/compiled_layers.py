@@ -20,11 +20,11 @@ from guided_spec.training.unroll_attention import UNROLLED, unrolled_attention
 
 
 def compile_layers(model: nn.Module) -> None:
-    """In place, what is between the products of heads that are on CUDA: norms, with what is joined
-    or added next to them, MLPs' gates, and the rotation for the attention of an unroll.
+    """Replace the elementwise parts of heads on CUDA by compiled ones; changes ``model``.
 
-    Norms return the dtype of autocast. Products are what reads them, and would each make that of
-    float32 anew.
+    These are norms with the joins and sums next to them, the gates of MLPs, and the rotation for
+    the attention of an unroll. Norms return the dtype of autocast: each matrix product after them
+    would otherwise cast float32 again.
     """
     for module in model.modules():
         if type(module) in _RUNS and next(module.parameters()).is_cuda:
@@ -54,7 +54,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _run_first(layer: Any, embedding: Tensor, hidden: Tensor, **attention: Any) -> Tensor:
-    """``FirstLayer``'s."""
+    """The forward of ``FirstLayer``, [B, T, H]; embedding, hidden: [B, T, H]."""
     norms = layer.input_layernorm, layer.hidden_norm
     eps: float = layer.hidden_norm.variance_epsilon
     rows = embedding.flatten(0, -2), hidden.flatten(0, -2)
@@ -65,7 +65,7 @@ def _run_first(layer: Any, embedding: Tensor, hidden: Tensor, **attention: Any) 
 
 
 def _run_layer(layer: Any, hidden: Tensor, **attention: Any) -> Tensor:
-    """A decoder layer's."""
+    """The forward of a decoder layer, [B, T, H]; hidden: [B, T, H]."""
     attended = layer.self_attn(layer.input_layernorm(hidden), **attention)[0]
     return _run_end(layer, hidden.flatten(0, -2), attended)
 
@@ -107,9 +107,9 @@ def _gate(gate: Tensor, up: Tensor, activate: Callable[[Tensor], Tensor]) -> Ten
 def _run_attention(
     attention: Any, hidden_states: Tensor, *, position_embeddings: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """As the class of ``attention`` does it; compiled where it is that of an unroll.
+    """The attention's output [B, T, H] and None; compiled where it is that of an unroll.
 
-    Queries, keys and values lie in memory as products make them: nothing is transposed.
+    Queries, keys and values keep the memory layout of the products: nothing is transposed.
     """
     if attention.config._attn_implementation != UNROLLED:
         options |= {"position_embeddings": position_embeddings}
@@ -133,7 +133,7 @@ def _run_attention(
 
 @compiled_on_cuda
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """By their places. query, key: [n, heads, D]. cos, sin: [n, D]."""
+    """Rotate by position. query, key: [n, heads, D]. cos, sin: [n, D]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
 

@@ -4,7 +4,7 @@ Files are ``hs_{i}.safetensors``, one a document, in the format of speculators:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
 layers, where the file was written here. A file may hold more tokens than its row, such as the line
-end that a chat template writes after the last answer: states do not depend on what follows them.
+end that a chat template writes after the last response: states do not depend on later tokens.
 
 With 8 bits a number ``hidden_states`` are e4m3, and ``hidden_states_scales`` float32 is what they
 have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculators' connector does.
@@ -44,7 +44,7 @@ FeatureDtype = Literal["target", "fp8"]
 class Features(Protocol):
     """Where the target's states of a batch come from: the model itself, files, or a server.
 
-    ahead: how many batches it is told of before they are asked for; 0 where that is of no use.
+    ahead: for how many batches ``begin`` is called before they are asked for; 0 if that is useless.
     """
 
     ahead: int
@@ -98,8 +98,8 @@ class OnlineFeatures(_Here):
         """
         device = batch.token_ids.device
         token_ids = batch.token_ids.to(self._device)
-        place = torch.arange(token_ids.shape[1], device=token_ids.device)
-        mask = place < batch.lengths.to(self._device)[:, None]
+        index = torch.arange(token_ids.shape[1], device=token_ids.device)
+        mask = index < batch.lengths.to(self._device)[:, None]
         with capture_hidden(self._decoder, self._layers) as captured:
             self._decoder(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
             *aux, last = [states.to(device) for states in captured]
@@ -375,7 +375,7 @@ class ServedFeatures:
     def __call__(self, batch: TrainingBatch) -> TargetStates:
         """The states of ``batch``, on its device; asked for now, unless it was begun.
 
-        Raises ConfigError where the server does not answer, refuses, or wrote what does not fit.
+        Raises ConfigError where the server is down, refuses, or wrote what does not fit.
         """
         self.begin(batch)
         return pad_states([self._begun.pop(i).result() for i in batch.indices.tolist()], batch)

@@ -22,7 +22,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
 from guided_spec.training.compiled import compiled_on_cuda
-from guided_spec.training.rows import Places, pick_rows
+from guided_spec.training.rows import Positions, pick_rows
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int
 
@@ -32,7 +32,7 @@ class LossRows(NamedTuple):
 
     draft, target: logits float32 [n, D]; finite, so that no gradient becomes NaN: forbidden tokens
         have the least number of the dtype.
-    tokens: int64 [n], the draft id of the token that stands in the document; -1 for a token that
+    tokens: int64 [n], the draft id of the document's token; -1 for a token that
         the draft does not know.
     """
 
@@ -127,11 +127,11 @@ def _positive(text: str, weight: str) -> float:
 class DraftStates(NamedTuple):
     """What a draft is scored by at one depth.
 
-    places: the n where it drafts; place p is for token p + 2 + depth.
+    positions: the n where it drafts; position p drafts token p + 2 + depth.
     hidden: [n, H], with gradient; ``DraftScorer.logits`` makes scores of them.
     """
 
-    places: Places
+    positions: Positions
     hidden: Tensor
 
 
@@ -176,8 +176,7 @@ class Objective:
     weights: of the depths, the first being the first draft token; a depth of weight 0 is measured,
         not trained.
     loss: of one row. masked: whether draft and target are compared under the grammar's masks, as
-        they are when the draft is used. Otherwise over all tokens; the metrics are under the masks
-        either way.
+        they are when the draft is used. Otherwise over all tokens; metrics always use the masks.
     """
 
     weights: tuple[float, ...]
@@ -231,9 +230,11 @@ def measure(
     for depth, weight in enumerate(objective.weights):
         if weight > 0:
             metrics[f"loss_{depth}"] = Metric(loss.totals[depth], loss.counts[depth])
-        places = rows.places[depth] if depth < len(rows.places) else targets.places(depth)
-        drafted = places.read(targets.at_depth(depth))
-        metrics |= tally.add(depth, places, loss.verdicts(drafted, depth))
+        positions = (
+            rows.positions[depth] if depth < len(rows.positions) else targets.positions(depth)
+        )
+        drafted = positions.read(targets.at_depth(depth))
+        metrics |= tally.add(depth, positions, loss.verdicts(drafted, depth))
         chosen.append(tally.choice)
     return TrainingOutput(torch.stack(chosen), loss.result(), metrics)
 
@@ -241,26 +242,26 @@ def measure(
 class _DraftRows(NamedTuple):
     """M drafts of all depths, those of one row of the target next to each other.
 
-    hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. places: of each
+    hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. positions: of each
     depth. own: int64 [n] of each depth, which of the M its drafts are.
     """
 
     hidden: Tensor
     row: Tensor
     depth: Tensor
-    places: list[Places]
+    positions: list[Positions]
     own: list[Tensor]
 
     @classmethod
     def gather(cls, drafts: list[DraftStates], targets: TargetRows) -> _DraftRows:
-        places = [draft.places for draft in drafts]
-        each = [place.read(targets.at_depth(depth)) for depth, place in enumerate(places)]
+        positions = [draft.positions for draft in drafts]
+        each = [at.read(targets.at_depth(depth)) for depth, at in enumerate(positions)]
         row = torch.cat(each)
         depth = torch.cat([torch.full_like(rows, at) for at, rows in enumerate(each)])
         order = row.argsort(stable=True)
         hidden = pick_rows(torch.cat([draft.hidden for draft in drafts]), order)
         own = order.argsort().split([len(rows) for rows in each])
-        return cls(hidden, row[order], depth[order], places, list(own))
+        return cls(hidden, row[order], depth[order], positions, list(own))
 
     def chunks(self, row_bytes: int, draft_bytes: int) -> Iterator[_Chunk]:
         """All drafts, those of a row together, as many at a time as ``CHUNK_BYTES`` allow.
@@ -288,7 +289,7 @@ class _Chunk(NamedTuple):
 
 
 class _Verdicts(NamedTuple):
-    """Of m drafts.
+    """What the loss gave of m drafts.
 
     best: int64, the likeliest token, as a target id. agrees: bool, whether it is the target's.
     overlap: float32, the probability that rejection sampling keeps the draft.
@@ -300,7 +301,7 @@ class _Verdicts(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """Of m drafts with the target.
+    """What the comparison of m drafts with the target gave.
 
     losses: float32 [m], with gradient. best: int64 [m], the likeliest token, as a draft id.
     overlap, kept: float32 [m], the probability that rejection sampling keeps the draft: under the
@@ -420,7 +421,7 @@ class _FusedLoss:
 
     def verdicts(self, rows: Tensor, depth: int) -> _Verdicts:
         """On what was drafted at a depth; rows: int64 [n], of the target, ascending."""
-        scored = min(depth, len(self._rows.places) - 1)
+        scored = min(depth, len(self._rows.positions) - 1)
         own = self._rows.own[scored]
         own = own[torch.searchsorted(self._rows.row[own], rows)]
         return _Verdicts(*(torch.cat(parts)[own] for parts in zip(*self._verdicts, strict=True)))
@@ -438,7 +439,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Those, times the scalar's own."""
+        """The gradients of the forward, times that of the loss."""
         known = (None if part is None else _scale(part, upstream[0]) for part in ctx.gradients)
         return (None, None, *known)
 
@@ -449,22 +450,22 @@ def _scale(values: Tensor, factor: Tensor) -> Tensor:
 
 
 class _Tally:
-    """Which drafts would have stayed up to the current depth, for each place they start at."""
+    """Which drafts would be accepted up to the current depth, for each position they start at."""
 
     def __init__(self, batch: TrainingBatch) -> None:
-        # All of a draft counted so far lies in answers; it agrees with the target's likeliest
+        # All of a draft counted so far lies in responses; it agrees with the target's likeliest
         # tokens; the probability that rejection sampling keeps it.
         self._counted = torch.ones_like(batch.loss_mask)
         self._agrees = torch.ones_like(batch.loss_mask)
         self._stays = torch.ones(batch.loss_mask.shape, device=batch.loss_mask.device)
         self.choice = batch.token_ids
 
-    def add(self, depth: int, places: Places, verdicts: _Verdicts) -> dict[str, Metric]:
-        """The metrics of one more depth; places: of the n verdicts."""
-        self._counted = self._counted & places.mask
-        self._agrees = self._agrees & places.spread(verdicts.agrees, fill=False)
-        self._stays = self._stays * places.spread(verdicts.overlap, fill=0.0)
-        self.choice = places.spread(verdicts.best, fill=-1)
+    def add(self, depth: int, positions: Positions, verdicts: _Verdicts) -> dict[str, Metric]:
+        """The metrics of one more depth; positions: of the n verdicts."""
+        self._counted = self._counted & positions.mask
+        self._agrees = self._agrees & positions.spread(verdicts.agrees, fill=False)
+        self._stays = self._stays * positions.spread(verdicts.overlap, fill=0.0)
+        self.choice = positions.spread(verdicts.best, fill=-1)
         count = self._counted.sum().float()
         return {
             f"accept_{depth}": Metric((self._agrees & self._counted).sum().float(), count),

@@ -1,4 +1,4 @@
-"""What a training run is told, whatever the algorithm: data, steps, rates, where results go."""
+"""The options of a training run, for all algorithms: data, steps, rates, where results go."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainOptions:
     )
     regenerate: bool = option("Let the target write the answers first.", default=False)
     regenerate_url: str | None = option(
-        "Who writes them in its place: a server that runs it, such as http://host:8000/v1.",
+        "A server that runs it and writes them instead, such as http://host:8000/v1.",
         default=None,
     )
     regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)
@@ -72,7 +72,7 @@ class TrainOptions:
     max_steps: int | None = option("Optimizer steps at most.", default=None)
     batch_tokens: int = option("Tokens of a batch, padding included, on one device.", default=8192)
     gradient_accumulation: int = option("Batches of one optimizer step.", default=1)
-    learning_rate: float = option("The highest one, behind the warm-up.", default=1e-4)
+    learning_rate: float = option("The highest one, after the warm-up.", default=1e-4)
     warmup_share: float = option("Share of the steps in which the rate rises.", default=0.03)
     weight_decay: float = option("AdamW's, for matrices.", default=0.0)
     clip_norm: float = option("Norm that gradients are clipped to.", default=0.5)

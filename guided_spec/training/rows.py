@@ -14,15 +14,15 @@ from torch import Tensor
 from guided_spec.training.compiled import compiled_on_cuda
 
 
-class Places(NamedTuple):
-    """Some of the B * T places of texts. mask: bool [B, T]. at: int64 [n], which, ascending."""
+class Positions(NamedTuple):
+    """Some of the B * T positions of texts. mask: bool [B, T]. at: int64 [n] indices, ascending."""
 
     mask: Tensor
     at: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor) -> Places:
-        """Waits for the device of ``mask``."""
+    def of(cls, mask: Tensor) -> Positions:
+        """Those where ``mask`` is true; waits for its device."""
         return cls(mask, mask.flatten().nonzero().squeeze(1))
 
     def read(self, values: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Places(NamedTuple):
         return values.flatten(0, 1)[self.at]
 
     def spread(self, values: Tensor, *, fill: float) -> Tensor:
-        """[B, T] with ``values`` [n] at the places, and ``fill`` elsewhere."""
+        """[B, T] with ``values`` [n] at the positions, and ``fill`` elsewhere."""
         spread = torch.full(self.mask.shape, fill, dtype=values.dtype, device=values.device)
         spread.view(-1)[self.at] = values
         return spread

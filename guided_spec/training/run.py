@@ -158,7 +158,7 @@ def close_accelerator(accelerator: Any) -> None:
 
 
 def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:
-    """Tell FSDP, where it is used, to shard each of ``layers``; before the model is prepared."""
+    """Let FSDP, where it is used, shard each of ``layers``; before the model is prepared."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
@@ -220,7 +220,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
         fix = "does not go with sharding='fsdp', with which nobody has tried it: leave one out"
         raise ConfigError("gradient_checkpointing", "True", fix)
     with _without_empty_folders(options):
-        _check_places(options)
+        _check_outputs(options)
         repository = HubRepository.of(options)
         accelerator = make_accelerator(options)
         stopped: TrainingStoppedError | None = None
@@ -236,7 +236,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
 
 @contextmanager
 def _without_empty_folders(options: TrainOptions) -> Iterator[None]:
-    """Of a run that fails no folder is left that it has made and wrote nothing to."""
+    """Remove the folders that a failed run has made and written nothing to."""
     named = [Path(name).absolute() for name in (options.output, options.features) if name]
     missing = {path for folder in named for path in (folder, *folder.parents) if not exists(path)}
     try:
@@ -248,7 +248,7 @@ def _without_empty_folders(options: TrainOptions) -> Iterator[None]:
         raise
 
 
-def _check_places(options: TrainOptions) -> None:
+def _check_outputs(options: TrainOptions) -> None:
     """Refuse what a run could not read from or write to."""
     check_output(Path(options.output), resume=options.resume)
     check_sources(options.data)
@@ -356,7 +356,7 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
             )
         except ModelError as error:
             if options.tensor_parallel:
-                fix = f"wants the ends of the target beside its parts, and {error}"
+                fix = f"needs the ends of the target next to its parts, and {error}"
                 raise ConfigError("tensor_parallel", "True", fix) from error
             logger.info("the whole target is loaded: %s", error)
     return _load_target(options, device)
@@ -365,14 +365,14 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
 def _load_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
     """All of it, frozen: on ``device``, or where the device map puts its modules."""
     if options.device_map is None:
-        place: dict[str, Any] = {"device": device}
+        placement: dict[str, Any] = {"device": device}
     else:
-        place = {"device_map": read_device_map(options.device_map)}
+        placement = {"device_map": read_device_map(options.device_map)}
     target = load_model(
         options.target,
         dtype=options.target_dtype,
         trust_remote_code=options.trust_remote_code,
-        **place,
+        **placement,
     )
     model: Any = target
     norm = getattr(model.get_decoder(), "norm", nn.Identity())

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on: a progress bar, lines of JSON, and trackers."""
+"""What a run reports while it trains: a progress bar, lines of JSON, and trackers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The target's distributions at the places of a batch that are trained on.
+"""The target's distributions at the trained positions of a batch.
 
-They are the same at every depth of an unroll, so that they are made once a batch: one row a token
-of an answer.
+They are the same at every depth of an unroll, so that they are made once a batch: one row for each
+token of a response.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.compiled import compiled_on_cuda
-from guided_spec.training.rows import Places
+from guided_spec.training.rows import Positions
 
 TOLERANCE = 0.02  # relative to the largest logit: rounding of half precision, not a forgotten step
 
@@ -85,18 +85,18 @@ def _check(head: TargetHead, model: Any) -> None:
     found = head.logits(head.normed(captured[0])).float()
     if (found - expected).abs().max() > TOLERANCE * expected.abs().max():
         raise ModelError(
-            f"model_type={model.config.model_type!r}: it changes its logits behind the output head "
+            f"model_type={model.config.model_type!r}: it changes its logits after the output head "
             "in a way that is not known here; this target cannot be trained for"
         )
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """N rows, one a token of an answer; D draft tokens.
+    """N rows, one a token of a response; D draft tokens.
 
     Their scores are V wide, and are made for some rows at a time: ``score``.
 
-    index: int64 [B, T], the row of the token at a place; -1 where it is not trained on.
+    index: int64 [B, T], the row of each token; -1 where it is not trained on.
     last: [N, H_target], the target's last hidden states that predict the tokens.
     masks: int64 [N], the rows of ``bitmask`` that say what is legal.
     token: int64 [N], the document's own token, as a draft id; -1 where the draft does not know it.
@@ -123,11 +123,11 @@ class TargetRows:
         head: TargetHead,
         vocabulary: DraftVocabulary | None,
     ) -> TargetRows:
-        """The rows of ``batch.loss_mask``; the token at place a is predicted from place a - 1."""
-        places = batch.loss_mask.clone()
-        places[:, 0] = False
-        index = places.flatten().cumsum(0).view_as(places) - 1
-        trained = Places.of(places)
+        """The rows of ``batch.loss_mask``; state a - 1 predicts token a."""
+        positions = batch.loss_mask.clone()
+        positions[:, 0] = False
+        index = positions.flatten().cumsum(0).view_as(positions) - 1
+        trained = Positions.of(positions)
         token, target_ids = trained.read(batch.token_ids), None
         if vocabulary is not None:
             target_ids = vocabulary.target_ids.to(token.device)
@@ -138,8 +138,8 @@ class TargetRows:
             known = translate_bitmask(bitmask, target_ids)
         return cls(
             head,
-            index.where(places, -1),
-            states.last.flatten(0, 1)[trained.at - 1],  # nothing stands at place 0
+            index.where(positions, -1),
+            states.last.flatten(0, 1)[trained.at - 1],  # token 0 is never trained on
             trained.read(batch.mask_rows),
             token,
             bitmask,
@@ -148,20 +148,20 @@ class TargetRows:
         )
 
     def at_depth(self, depth: int) -> Tensor:
-        """int64 [B, T]: at place p the row of token p + 2 + depth; -1 where there is none."""
+        """int64 [B, T]: entry p is the row of token p + 2 + depth; -1 where there is none."""
         shifted = torch.full_like(self.index, -1)
         offset = 2 + depth
         if offset < self.index.shape[1]:
             shifted[:, :-offset] = self.index[:, offset:]
         return shifted
 
-    def places(self, depth: int) -> Places:
+    def positions(self, depth: int) -> Positions:
         """Where ``at_depth`` has a row. Waits for the device."""
-        return Places.of(self.at_depth(depth) >= 0)
+        return Positions.of(self.at_depth(depth) >= 0)
 
     @torch.no_grad()
     def score(self, rows: Tensor) -> TargetScores:
-        """Of int64 [n] rows."""
+        """The scores of ``rows``, int64 [n]; makes logits [n, V] for them."""
         logits, masks = self.head.logits(self.head.normed(self.last[rows])), self.masks[rows]
         own = (None if words is None else words[masks] for words in (self.bitmask, self.known))
         ids = None if self.target_ids is None else self.target_ids.unsqueeze(0)
@@ -178,7 +178,7 @@ class TargetRows:
 
 
 class TargetScores(NamedTuple):
-    """Of n rows.
+    """The target's scores of n rows.
 
     logits: [n, D], in the target's dtype, of the draft's tokens, legal or not.
     total: float32 [n], the log of the sum of the exponentials of all V logits that are legal.

@@ -38,7 +38,7 @@ BETAS = (0.9, 0.95)  # as EAGLE-3 trains its heads: https://github.com/SafeAILab
 def rate_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
     """What the learning rate is multiplied with in step ``step``, counted from 0.
 
-    Rises linearly to 1 over the first ``warmup_steps``, then falls along half a cosine to ``FLOOR``
+    Rises linearly to 1 over the first ``warmup_steps``, then falls as half a cosine to ``FLOOR``
     at ``total_steps``. Never 0, so that every step moves the parameters.
     """
     if step < warmup_steps:
@@ -76,7 +76,7 @@ class StopRequest:
 
     def __init__(self, accelerator: Any) -> None:
         self._is_alone = accelerator.num_processes == 1
-        # Between hosts: the devices go on meanwhile, and need no answer.
+        # gloo: a collective on the CPU, so that the devices are not synchronized.
         self._group = None if self._is_alone else distributed.new_group(backend="gloo")
         self._received = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -111,9 +111,9 @@ class StopRequest:
 class WorkerSignals:
     """Stop signals of a loader's workers, for ``DataLoader(worker_init_fn=...)``.
 
-    They are ignored, because a signal often goes to all processes of a job, and a worker that dies
-    takes the trainer along. Once the training is over, however it ended, they end a worker: Python
-    waits at its exit for the processes that it has told to stop.
+    Workers ignore them: a signal often goes to all processes of a job, and a worker that dies ends
+    the trainer too. Once the training is over, however it ended, a signal ends a worker: at its
+    exit Python waits for the processes that it has asked to stop.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class WorkerSignals:
             signal.signal(number, self._take)
 
     def __enter__(self) -> None:
-        """The training goes on until the end of the block."""
+        """The training runs until the end of the block."""
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
@@ -275,7 +275,7 @@ class Trainer:
     """Trains a draft until its epochs or steps are done.
 
     accelerator: an ``accelerate.Accelerator``. model: a ``DraftAlgorithm`` on its device, with
-    parameters in float32; it is changed in place. features: where the target's states come from.
+    parameters in float32; it is changed in-place. features: where the target's states come from.
     forward: the keyword arguments of the model's forward, while training and while validating.
 
     The losses of the processes are averaged, whatever their numbers of tokens. Raises ConfigError
@@ -444,7 +444,7 @@ class Trainer:
         return bool(every) and step % every == 0 and step < self.total_steps
 
     def _saves_last(self) -> bool:
-        """Of a run long enough for checkpoints: what follows the last step may fail too."""
+        """Whether to save after the last step, since what follows it may fail too."""
         return 0 < self._options.save_every <= self._progress.step == self.total_steps
 
     def _validate(self, log: RunLog, best: Path) -> dict[str, float]:
@@ -512,7 +512,7 @@ class Trainer:
 
 
 def _looked_ahead(loader: Iterable[TrainingBatch], features: Features) -> Iterator[TrainingBatch]:
-    """The same batches, each begun while at most ``features.ahead`` before it are waiting."""
+    """Yield the batches; each is begun while at most ``features.ahead`` before it wait."""
     waiting: deque[TrainingBatch] = deque()
     for batch in loader:
         features.begin(batch)

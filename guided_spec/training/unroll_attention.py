@@ -1,13 +1,13 @@
 """Attention of an unrolled draft without a mask, exactly, by kernels for causal attention.
 
-At depth s of an unroll a query sees the keys of the text up to its own place, and at each further
-depth the one of its own place. The first part is causal attention, which kernels compute without
-looking at what is forbidden; the second is s scores a query. Their softmax is one: with L the
-logarithm of the sum of the exponentials of all scores, and L0 that of the first part's,
+At depth s of an unroll a query sees the keys of the text up to its own position, and at each
+further depth the key of its own position. The first part is causal attention, which kernels compute
+without reading masked keys; the second part is s scores a query. One softmax covers both: with L
+the logarithm of the sum of the exponentials of all scores, and L0 that of the first part's,
 
     output = exp(L0 - L) * output of the first part + sum over depths exp(score - L) * value
 
-and the kernel's backward pass, given L and the whole output in the place of its own, returns the
+The kernel's backward pass gets L and the whole output instead of its own, and so returns the
 gradients of its part: the same decomposition as in ring attention (arXiv:2310.01889).
 
 A dense mask of depth s is (1 + s) * T * T large instead, and all of it is computed.
@@ -73,7 +73,7 @@ class _Parts(NamedTuple):
 
 
 class _Depths(NamedTuple):
-    """What places have at each depth of drafting: [B, Hkv, S, T, D]."""
+    """Keys and values of each depth of drafting, each [B, Hkv, S, T, D]."""
 
     keys: Tensor
     values: Tensor
@@ -82,7 +82,7 @@ class _Depths(NamedTuple):
 class _Causal(NamedTuple):
     """output: [B, H, T, D]. total: float32 [B, H, T, 1], the log of the sum of the exponentials.
 
-    state: what CUDA's backward pass is handed next to these.
+    state: what CUDA's backward pass needs besides these.
     """
 
     output: Tensor
@@ -93,7 +93,7 @@ class _Causal(NamedTuple):
 class _Unrolled(torch.autograd.Function):
     """Scores of depths are [B, Hkv, G, T, S], where G query heads share a head of keys.
 
-    What is as large as queries lies in memory as [B, T, Hq, D], as products make it and take it.
+    Tensors as large as queries have the memory layout [B, T, Hq, D], as products make and take it.
     """
 
     @staticmethod
@@ -166,16 +166,16 @@ def _mixed_backward(
 
 
 def _laid_out(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D], which lies in memory as [B, T, H, D]."""
+    """[B, H, T, D], with the memory layout of [B, T, H, D]."""
     return states.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # Sums of products of rows, depth by depth: they are bound by memory, and as matrices they would be
-# one tiny product for each place and head.
+# one tiny product for each position and head.
 
 
 def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
-    """Products of each query with what its place has at each depth; float32 or wider."""
+    """Scores of each query with the key of its position at each depth; float32 or wider."""
     split = _wide(query).unflatten(1, (-1, groups))
     found = [(split * states.unsqueeze(2)).sum(-1) for states in depths.unbind(2)]
     return torch.stack(found, -1)

@@ -125,7 +125,7 @@ class HeldoutDecoding(NamedTuple):
         return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
 
     def check(self, draft: Path) -> None:
-        """Raise what ``run`` would, at the cost of the first tokens of every answer."""
+        """Raise what ``run`` would, at the cost of the first tokens of every response."""
         with self._engine(draft) as llm:
             for start in range(0, len(self.items), BATCH_SIZE):
                 batch = self.items[start : start + BATCH_SIZE]
@@ -141,7 +141,7 @@ class HeldoutDecoding(NamedTuple):
         return [replace(self.params, grammar=item.grammar) for item in items]
 
     def _engine(self, draft: Path) -> LLM:
-        """With room for the longest request, as far as the target's own limit allows it."""
+        """An engine with ``draft``, as long as the longest request or the target's own limit."""
         config: Any = self.target.config.get_text_config(decoder=True)
         needed = max(len(item.prompt) for item in self.items) + self.params.max_tokens
         longest = min(needed, getattr(config, "max_position_embeddings", None) or needed)

@@ -94,8 +94,8 @@ def test_scores_of_a_chunk_are_all_that_is_held(
     targets = TargetRows.build(batch, states, last, None)
     hidden = torch.randn(STEPS, B, T, H, generator=dice, requires_grad=True)
     drafts = [
-        DraftStates(places, hidden[depth][places.mask])
-        for depth, places in ((depth, targets.places(depth)) for depth in range(STEPS))
+        DraftStates(positions, hidden[depth][positions.mask])
+        for depth, positions in ((depth, targets.positions(depth)) for depth in range(STEPS))
     ]
     objective = Objective.parse(steps=STEPS, decay=1.0, loss="kl", masked=masked)
     scorer = DraftScorer(head, tuple(head.parameters()))

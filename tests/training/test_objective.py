@@ -1,4 +1,4 @@
-"""Loss and metrics of a batch, against loops over documents, places and depths."""
+"""Loss and metrics of a batch, against loops over documents, positions and depths."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class World:
         targets = TargetRows.build(self.batch, states, head, self.vocabulary)
         drafts = []
         for depth in range(STEPS):
-            places = targets.places(depth)
-            drafts.append(DraftStates(places, self.hidden[depth][places.mask]))
+            positions = targets.positions(depth)
+            drafts.append(DraftStates(positions, self.hidden[depth][positions.mask]))
         return measure(drafts, self.scorer, self.batch, targets, objective)
 
 

@@ -60,8 +60,8 @@ class _Line(NamedTuple):
     def pieces(self) -> Iterator[tuple[PromptPiece, int]]:
         """Each prompt, and where it begins in the line."""
         begins = np.cumsum(self.rows.counts) - np.array(self.rows.counts)
-        places = dict(zip(self.rows.slots, begins.tolist(), strict=True))
-        return ((prompt, places[prompt.slot]) for prompt in self.prompts)
+        begin_of = dict(zip(self.rows.slots, begins.tolist(), strict=True))
+        return ((prompt, begin_of[prompt.slot]) for prompt in self.prompts)
 
 
 class _LineRead(NamedTuple):
@@ -74,7 +74,7 @@ class _LineRead(NamedTuple):
 class ForwardAhead(NamedTuple):
     """A forward over the tokens that a step has drawn, launched before the host knows them.
 
-    Of R rows of one token each. slots, starts: [R], where the tokens stand. contexts: [R] of the
+    Of R rows of one token each. slots, starts: [R], the tokens' positions. contexts: [R] of the
     texts, as of ``DecodeBatch``: lists that grow. output: of [R, 1] tokens.
     """
 
@@ -88,8 +88,8 @@ class ForwardAhead(NamedTuple):
         or where the batch has more to read: then it was launched for nothing."""
         if batch.prompts or flight.draft.token_ids.shape[1] > 0:
             return None
-        places = {slot: at for at, slot in enumerate(self.slots)}
-        rows = [places.get(slot, -1) for slot in batch.slots]
+        row_of = {slot: at for at, slot in enumerate(self.slots)}
+        rows = [row_of.get(slot, -1) for slot in batch.slots]
         for row, context in zip(rows, batch.contexts, strict=True):
             if row < 0 or self.contexts[row] is not context or self.starts[row] != len(context) - 1:
                 return None
@@ -102,7 +102,7 @@ class ForwardAhead(NamedTuple):
 
 
 class LineTarget:
-    """See ``Target``.
+    """A ``Target`` whose forwards take the tokens of all rows in one line.
 
     layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
     """
@@ -123,7 +123,7 @@ class LineTarget:
         return self._ahead is not None
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
-        """See ``Target.verify``.
+        """One forward over each row's last committed token and draft: logits [B, K + 1, V].
 
         It reads ``batch.prompts`` too: a forward reads every weight, whether for one token or for a
         hundred. Where ``run_ahead`` was called for the same texts, it is launched already.
@@ -149,7 +149,7 @@ class LineTarget:
             self.states.add(batch.slots, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
-        """See ``Target.run_ahead``.
+        """Launch the forward over ``token_ids`` int64 [B, 1] before the host has read them.
 
         Texts that are known to end with this token are left out. Does nothing where the others have
         no blocks for it.
@@ -202,14 +202,14 @@ class LineTarget:
         """
         batch, width = token_ids.shape
         total, own, fed = sum(rows.counts), line.own, token_ids.flatten()
-        is_ragged = total < batch * width  # else the tokens stand in the line as in their rows
+        is_ragged = total < batch * width  # else the line has the tokens in the order of the rows
         wanted = [rows.token_index(width), rows.padded(width).flatten()] if is_ragged else []
         wanted += [] if own is None else [own]
-        places = mixed = None
+        indices = mixed = None
         if wanted:  # in one copy
             index = to_device(np.concatenate(wanted), self._model.device)
             cuts = [total, total + batch * width] if is_ragged else [0, 0]
-            picked, places, mixed = index.tensor_split(cuts)
+            picked, indices, mixed = index.tensor_split(cuts)
             fed = fed[picked] if is_ragged else fed
         (states, hidden), prompts = self._read_line(fed, line, serve_mailbox)
         if own is not None:
@@ -218,9 +218,9 @@ class LineTarget:
             states = states[:total]
         logits = self._model.logits(states)
         if is_ragged:
-            logits = logits[places]
+            logits = logits[indices]
         if hidden is not None:  # a copy: the next forward overwrites these
-            hidden = hidden[places] if is_ragged else hidden[:total].clone()
+            hidden = hidden[indices] if is_ragged else hidden[:total].clone()
             hidden = hidden.view(batch, width, -1)
         return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts, prompts)
 

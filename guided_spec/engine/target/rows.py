@@ -20,7 +20,7 @@ class FedRows(NamedTuple):
 
 
 def fed_rows(batch: DecodeBatch, flight: DraftInFlight, max_length: int) -> FedRows:
-    """What verifies the drafts of ``flight``.
+    """The tokens [B, K + 1] that verify a step's drafts, and the rows they are written to.
 
     max_length: positions of a slot, beyond which no row is read. A shorter draft is padded: the
     padding is read like tokens, and overwritten before anything can see it. That spares a download

@@ -1,4 +1,4 @@
-"""The scores of given texts, a row of tokens of each in a forward."""
+"""The scores of texts that the caller passes, a row of tokens of each in a forward."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     asked = [(at, one.tree.nodes[node]) for at, one in enumerate(tasks) for node in one.row.nodes]
     listed = [[branch.token_id for branch in node.branches] for _, node in asked]
     ids = pad_ids(listed, max(map(len, listed)), -1)
-    places = to_device([(at, len(node.path)) for at, node in asked], model.device)
-    logits = output.logits[places[:, :1], places[:, 1:], ids.to(model.device).clamp(min=0)]
+    indices = to_device([(at, len(node.path)) for at, node in asked], model.device)
+    logits = output.logits[indices[:, :1], indices[:, 1:], ids.to(model.device).clamp(min=0)]
     logits = logits.cpu().double().masked_fill(ids < 0, -math.inf)
     found = iter(log_softmax(logits, -1).tolist())
     for one in tasks:

@@ -15,7 +15,7 @@ from guided_spec.ops.host import pad_ids
 
 
 class SlotTarget:
-    """See ``Target``.
+    """A ``Target`` whose rows are padded to one length, over slots.
 
     layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
     """

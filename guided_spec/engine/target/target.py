@@ -26,7 +26,7 @@ class Target(Protocol):
 
     @property
     def launches_at_once(self) -> bool:
-        """See ``speculative_step``; if so, ``run_ahead`` leaves the host free too."""
+        """Whether ``verify`` only launches a CUDA graph; then ``run_ahead`` does not block."""
         ...
 
     @property

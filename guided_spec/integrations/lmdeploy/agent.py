@@ -300,7 +300,7 @@ def register_proposers() -> None:
 
 
 def unregister_proposers() -> None:
-    """Take them out again."""
+    """Unregister the proposers of this package."""
     registry = importlib.import_module(_BASE).SPEC_PROPOSERS
     for method in METHODS:
         registry.module_dict.pop(method, None)

@@ -4,7 +4,7 @@ The helper fills each mask once, of drafts and targets, and commits what is samp
 calls of LMDeploy's ``GuidedSpecHelper``, in the same order and with the same arguments, so that
 LMDeploy's own drafters work with it as they are.
 
-The sampler stands where LMDeploy's own ``RejectionSampler`` stood: it takes LMDeploy's records and
+The sampler replaces LMDeploy's own ``RejectionSampler``: it takes LMDeploy's records and
 returns its tensors, and is exact for every setting, with the same filters on all K + 1 rows. The
 logits have been masked and divided by the temperature before.
 """
@@ -180,9 +180,9 @@ class GuidedHelper:
 
 
 def translate_for_draft(drafter: Any, target_bitmask: Tensor) -> Tensor:
-    """A mask over target tokens to one over the draft tokens of an EAGLE-3 head, where it lies.
+    """A mask over target tokens to one over an EAGLE-3 head's draft tokens, on its device.
 
-    Stands where ``Eagle3._translate_bitmask`` stood, which works on the host from a table that is
+    Replaces ``Eagle3._translate_bitmask``, which works on the host from a table that is
     frozen when the model is built. Raises VocabularyMismatchError for a head of another target.
     """
     largest = int(drafter._max_d2t_word)

@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 class GrammarProcessor:
-    """What stands where LMDeploy expects a matcher.
+    """What LMDeploy gets instead of a matcher.
 
     pending, compiled: the grammar, being compiled. num_draft: K, the length of every draft.
 
@@ -109,7 +109,7 @@ class GrammarProcessor:
         return None if self._ahead is None else self._ahead.peek(0)
 
     def draft(self, token_id: int) -> int:
-        """Append one drafted token; returns the one that stands in the draft.
+        """Append one drafted token; returns the token that the draft gets.
 
         An illegal token becomes the only legal one where there is just one: a drafter that scores a
         part of the vocabulary may not know it. Otherwise it stays, the draft is cut there, and the
@@ -180,7 +180,7 @@ class GrammarProcessor:
         return self._ahead
 
     def _is_dead_end(self, token_ids: Sequence[int]) -> bool:
-        """Whether the committed text, with what is legal of these tokens, cannot go on."""
+        """Whether the committed text, with the legal ones of these tokens, cannot continue."""
         if self._constraint is None or self._rows is None:
             return False
         ahead = Lookahead.fork([self._constraint], self._rows, [len(token_ids)])
@@ -213,7 +213,7 @@ _managers: weakref.WeakSet[GuidedManager] = weakref.WeakSet()
 
 
 class GuidedManager:
-    """Stands where LMDeploy's ``GuidedDecodingManager`` stood, with and without speculation.
+    """Replaces LMDeploy's ``GuidedDecodingManager``, with and without speculation.
 
     stop_token_ids: the tokens that end a text; None takes the model's own, from its tokenizer and
         its generation config.
@@ -249,7 +249,7 @@ class GuidedManager:
         return self.vocabulary.stop_token_ids[0] if self.error is None else 0
 
     def ask(self, response_format: Mapping[str, Any]) -> PendingGrammar:
-        """This format's grammar, to come; never blocks, and holds whatever is wrong."""
+        """The pending grammar of a response format; never blocks, and holds any error."""
         try:
             if self._queue is None:
                 raise self.error or ModelError("the grammars of this model are closed")
@@ -372,7 +372,7 @@ async def compile_ahead(response_format: Any) -> None:
 def response_spec(response_format: Mapping[str, Any]) -> GrammarSpec:
     """LMDeploy's ``response_format`` as a grammar with the whitespace that LMDeploy allows: any.
 
-    A JSON schema may stand in a wrapper, as OpenAI's does, or by itself. Raises ConfigError.
+    A JSON schema may be in a wrapper, as OpenAI's is, or by itself. Raises ConfigError.
     """
     match response_format.get("type"):
         case "json_object":
@@ -409,7 +409,7 @@ async def _finished(future: Future[Any]) -> None:
     if not future.done():
         waiting = asyncio.wrap_future(future)
         await asyncio.wait([waiting])
-        _ = waiting.cancelled() or waiting.exception()  # asyncio warns of what nobody looks at
+        _ = waiting.cancelled() or waiting.exception()  # asyncio warns of results that are not read
 
 
 def _guided_rows(response_formats: Sequence[Any]) -> list[int]:

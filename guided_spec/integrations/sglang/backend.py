@@ -119,7 +119,7 @@ class GuidedGrammar:
     def at_start(
         cls, compiled: CompiledGrammar, backend: str = "", stats: Any = None
     ) -> GuidedGrammar:
-        """Before the first token."""
+        """The grammar of a new text, before its first token."""
         return cls(compiled, compiled.new_matcher(), backend, stats)
 
     def accept_token(self, token: int) -> None:
@@ -153,7 +153,7 @@ class GuidedGrammar:
         return self._matcher.is_terminated()
 
     def constraint(self) -> Constraint | None:
-        """The same position for a proposer to draft from; None where nothing can be drafted.
+        """A constraint at this position for a proposer; None where nothing can be drafted.
 
         It has matchers of its own, which are advanced to this one's position at each call. None
         for a complete text, and where these matchers refuse what this one has taken.
@@ -243,7 +243,7 @@ class GuidedBackend:
         return True
 
     def set_token_filter(self, *args: Any, **kwargs: Any) -> None:
-        """As in SGLang's xgrammar backend: the masks have the same format."""
+        """Set SGLang's token filter as its xgrammar backend does: masks have the same format."""
         _xgrammar().XGrammarGrammarBackend.set_token_filter(*args, **kwargs)
 
     # Reasoning without a grammar asks the backend.

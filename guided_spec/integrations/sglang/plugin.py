@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Make ``BACKENDS`` and the speculative algorithm known to SGLang; again changes nothing.
 
-    An SGLang without these registrations gets a line in its log, and goes on without us.
+    An SGLang without these registrations logs a line and runs without the plugin.
     """
     try:
         choices: Any = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -259,7 +259,7 @@ def worker_class() -> Any:
             return super()._prepare_draft_tokens(batch)
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """Nothing is learnt from the texts: they are looked at anew."""
+            """Does nothing: the texts are searched anew at each draft."""
 
     return GuidedWorker
 
@@ -359,11 +359,11 @@ class _Reader(NamedTuple):
     request: Any
 
     def read(self, start: int, stop: int) -> list[int]:
-        behind = self.length - len(self.end)
-        if start >= behind:
-            return [*self.end[start - behind : stop - behind]]
+        begin = self.length - len(self.end)
+        if start >= begin:
+            return [*self.end[start - begin : stop - begin]]
         known = [*self.request.origin_input_ids_unpadded, *self.request.output_ids]
-        return [*known[:behind], *self.end][start:stop]
+        return [*known[:begin], *self.end][start:stop]
 
 
 def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], num_nodes: int) -> Trees:

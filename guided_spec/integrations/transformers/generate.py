@@ -87,9 +87,9 @@ def find_left_out(model: Any, handed_on: Mapping[str, Any]) -> LeftOut:
     # The tokenizers are keywords, and taken out of the frame's own dict of these. The decorator
     # around generate holds another.
     around = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
-    places = (frame.f_locals, around if isinstance(around, dict) else {})
+    scopes = (frame.f_locals, around if isinstance(around, dict) else {})
     for name in LeftOut._fields:
-        values = (place.get(name) for place in places)
+        values = (scope.get(name) for scope in scopes)
         found.setdefault(name, next((value for value in values if value is not None), None))
     return LeftOut(**found)
 
@@ -220,7 +220,7 @@ class _KeptEngine:
 
 @dataclass(slots=True)
 class _Engines:
-    """Of models, as long as they live."""
+    """The engines of models, each kept as long as its model lives."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     kept: weakref.WeakKeyDictionary[Any, _KeptEngine] = field(

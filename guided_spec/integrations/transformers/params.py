@@ -70,7 +70,7 @@ class Asked(NamedTuple):
     def read(cls, call: Mapping[str, Any], prompt_width: int) -> Asked:
         """From what transformers prepared for prompts of ``prompt_width`` tokens with padding.
 
-        Raises ConfigError for what the engine cannot stand in for.
+        Raises ConfigError for what the engine cannot do.
         """
         config = call["generation_config"]
         ends = _read_ends(call["stopping_criteria"], prompt_width)
@@ -86,7 +86,7 @@ class Asked(NamedTuple):
     def params(
         self, grammar: GrammarSpec | None, known_ends: Sequence[int], *, complete: bool | None
     ) -> SamplingParams:
-        """Of one prompt, with a seed drawn from torch's generator if the texts are sampled.
+        """Parameters of one prompt; sampled texts get a seed drawn from torch's generator.
 
         known_ends: the tokens after which a grammar's text is complete. complete: as of
             ``SamplingParams``; of no use without a grammar.

@@ -201,7 +201,7 @@ def _refuse_draft(proposer: str, draft: Any) -> None:
 def _features(
     proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any], *, has_tables: bool
 ) -> set[str]:
-    """Of the plugin: those that the environment asks for, and those that the drafts need."""
+    """The plugin's features: those of the environment, and those that the drafts need."""
     asked = {"counts", ENDINGS, *requested()}
     method = None if drafts is None else drafts.get("method")
     if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):
@@ -217,7 +217,7 @@ def _names_graphs(compilation: Any) -> bool:
     """Whether vLLM's ``compilation_config`` may say which graphs there are."""
     if isinstance(compilation, Mapping):
         return compilation.get("cudagraph_mode") is not None
-    return compilation is not None  # an object of vLLM's, which somebody has made
+    return compilation is not None  # an object of vLLM's, which the caller has made
 
 
 def _require_option(name: str, value: Any) -> None:
@@ -250,11 +250,11 @@ def _require_known(name: str, value: Any, known: Collection[str] | None) -> None
 def _require_drafts(more: Mapping[str, Any], proposer: str) -> None:
     """Raise ConfigError for keys of ``speculative_config`` that clash with the proposer."""
     for name, value in more.items():
-        place = f"engine_options['speculative_config'][{name!r}]"
+        argument = f"engine_options['speculative_config'][{name!r}]"
         if name in _TAKEN_OF_DRAFTS:
-            raise ConfigError(place, value, f"pass {_TAKEN_OF_DRAFTS[name]}, outside of it")
+            raise ConfigError(argument, value, f"pass {_TAKEN_OF_DRAFTS[name]}, outside of it")
         if proposer == NO_DRAFTS:
-            raise ConfigError(place, value, "nothing is drafted: name a proposer")
+            raise ConfigError(argument, value, "nothing is drafted: name a proposer")
     method = more.get("rejection_sample_method")
     if method not in _EXACT_METHODS:
         fix = "it changes what texts are likely: only 'standard' and 'block' do not"
@@ -274,7 +274,7 @@ def require_own_start(arguments: Arguments) -> None:
     for options in (arguments.engine, arguments.engine["structured_outputs_config"]):
         parser = options.get("reasoning_parser")
         if parser:
-            fix = "write GrammarSpec.after(marker) for a grammar that binds behind reasoning"
+            fix = "write GrammarSpec.after(marker) for a grammar that binds after reasoning"
             raise ConfigError("reasoning_parser", parser, fix)
 
 

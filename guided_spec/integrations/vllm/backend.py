@@ -110,7 +110,7 @@ TEXTS_BEFORE_A_TABLE = 1  # of a grammar: what comes again gets one
 
 
 class TabledGrammars:
-    """The same grammars with tables, which a process of its own makes of what xgrammar prints."""
+    """Compiled grammars with tables, which another process makes of the rules xgrammar prints."""
 
     def __init__(self, grammars: VllmGrammars) -> None:
         self.vocabulary = grammars.vocabulary
@@ -119,7 +119,7 @@ class TabledGrammars:
         self._maker = TableMaker(self._make, TEXTS_BEFORE_A_TABLE)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """As ``VllmGrammars.compile``, with a table once there is one."""
+        """Compile ``spec``; the grammar has a table once there is one."""
         return self._maker.attach(spec, self._grammars.compile(spec))
 
     def _make(self, spec: GrammarSpec, part: CompiledGrammar) -> TokenTable:
@@ -131,7 +131,7 @@ class TabledGrammars:
 
 
 def ending_with(grammar: CompiledGrammar, stops: frozenset[int]) -> CompiledGrammar:
-    """The same grammar with other tokens that end a text, and without a table."""
+    """``grammar`` with other tokens that end a text, and without a table."""
     inner = grammar.inner if isinstance(grammar, TabledGrammar) else grammar
     assert isinstance(inner, XGrammarGrammar)
     return replace(inner, stops=tuple(sorted(stops)), excluded=inner.excluded - stops)

@@ -59,7 +59,7 @@ def compile_again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_cache(backend: Any) -> Any:
-    """The same backend with other compilers."""
+    """A copy of ``backend`` whose xgrammar compilers have no rule cache."""
     other = copy.copy(backend)
     for name, value in vars(backend).items():
         if isinstance(value, xgrammar.GrammarCompiler):

@@ -122,7 +122,7 @@ class Budgets:
             return self._caches[stops]
 
     def _compiled(self, request: Any, grammar: Any, stops: tuple[int, ...]) -> XGrammarGrammar:
-        """The same for requests of one grammar: endings are found once for each."""
+        """The compiled grammar that requests share: its endings are found once."""
         key = request.structured_output_request.structured_output_key, stops
         with self._lock:
             found = self._known.pop(key, None) or XGrammarGrammar(grammar.ctx, stops=stops)
@@ -143,8 +143,8 @@ def bind_to_budget(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _create_grammar(self: Any, request: Any) -> Any:
         grammar = original(self, request)
-        is_behind = self.reasoner_cls is not None and not self.enable_in_reasoning
-        if type(grammar).__module__ == _BACKEND and not is_behind and _may_end(request):
+        is_after_reasoning = self.reasoner_cls is not None and not self.enable_in_reasoning
+        if type(grammar).__module__ == _BACKEND and not is_after_reasoning and _may_end(request):
             _budgets(self).bind(request, grammar)
         return grammar
 

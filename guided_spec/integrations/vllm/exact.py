@@ -24,7 +24,7 @@ from guided_spec.integrations.vllm.plugin import acceptable_drafts, count
 
 _PADDING = -1  # vLLM's placeholder for a draft token that is not there
 
-# scheduler -> request id -> how many of its draft tokens stand before the refused one
+# scheduler -> request id -> how many draft tokens come before the refused one
 _refused: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
@@ -32,7 +32,7 @@ def keep_refused_draft(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around ``grammar_invalid_drafts``: the first refused draft token keeps its id.
 
     The token's row of logits is constrained, so that the verifier refuses it by itself. Without
-    counts every token is dropped, whatever it is; that is exact as it stands.
+    counts every token is dropped, whatever it is; that is exact already.
     """
 
     @functools.wraps(original)

@@ -34,7 +34,7 @@ from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar, with_key_rul
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
 
-# Literals, character classes and comments stand as they are.
+# Literals, character classes and comments are kept as they are.
 _ROOT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\#[^\n]*|(?<![\w.-])(root)(?![\w.-])')
 
 
@@ -46,7 +46,7 @@ class GrammarText(NamedTuple):
 
     @property
     def spec(self) -> GrammarSpec:
-        """As this package names it."""
+        """The text as a ``GrammarSpec`` of this package."""
         kind: Literal["ebnf", "structural_tag"]
         kind = "ebnf" if self.kind == "grammar" else "structural_tag"
         return GrammarSpec(kind, self.source)
@@ -101,7 +101,7 @@ def _written_again(spec: GrammarSpec, source: XGrammarSource) -> GrammarText | N
 
 
 def grammar_after(marker: str, text: GrammarText) -> GrammarText:
-    """The same constraint after the first ``marker``; the text up to there is free."""
+    """``text`` as a grammar that binds after the first ``marker``; before it the text is free."""
     content: dict[str, Any] = {"type": "grammar", "grammar": text.source}
     if text.kind == "structural_tag":
         content = json.loads(text.source)["format"]
@@ -125,16 +125,16 @@ class HandedGrammar:
 
     @property
     def excluded(self) -> frozenset[int]:
-        """As the one inside has it."""
+        """Tokens that the inner grammar excludes."""
         return self.inner.excluded
 
     @property
     def memory_size_bytes(self) -> int:
-        """As the one inside has it, and the text."""
+        """Bytes of the inner grammar and of the text for vLLM."""
         return self.inner.memory_size_bytes + len(self.text.source)
 
     def ending_with(self, stops: frozenset[int]) -> HandedGrammar:
-        """The same with other tokens that end a text; itself for none."""
+        """This grammar with other tokens that end a text; itself for none."""
         inner = self.inner
         if not stops:
             return self
@@ -164,7 +164,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         self._endings = EndingsCache(grammars.vocabulary)
 
     def compile_document(self, document: SpecDocument) -> HandedGrammar:
-        """As ``compile``; a spec may have a start."""
+        """Compile a document, whose spec may have a start."""
         start = document.spec.start
         if start is None:
             return super().compile_document(document)
@@ -174,7 +174,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         return HandedGrammar(self._compile(text), text)
 
     def enforce(self, document: SpecDocument) -> HandedGrammar:
-        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        """Compile a document in full, whatever ``unsupported`` is: it is enforced or refused."""
         text = written(document)
         compiled = self._compile(text)
         least = self._least(compiled)
@@ -184,7 +184,7 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text, least)
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> HandedGrammar | None:
-        """As ``compile``, of what a worker has written for a JSON schema or regex."""
+        """The grammar that a worker has written for a JSON schema or regex."""
         text = _written_again(spec, recipe.source)
         if text is None:
             return None

@@ -1,4 +1,4 @@
-"""Steps that read prompts replay one CUDA graph, as steps that only go on with texts do.
+"""Steps that prefill prompts replay one CUDA graph, as steps that only decode do.
 
 In its new model runner vLLM captures a step as one graph where every text has the same number of
 tokens, and layer by layer, with attention outside, where the step also reads a prompt. With short
@@ -49,7 +49,7 @@ def note_backends(original: Callable[..., Any]) -> Callable[..., Any]:
 def capture_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around ``resolve_cudagraph_mode_and_sizes``: what is captured instead of vLLM's own mode.
 
-    Any other mode was chosen by somebody, and stays.
+    Any other mode was chosen by the user, and stays.
     """
 
     @functools.wraps(original)

@@ -74,7 +74,7 @@ class _Anew(NamedTuple):
 
 
 class Guard:
-    """The mask rows of one worker's requests, looked at and filled anew.
+    """The mask rows of one worker's requests, checked and filled anew.
 
     requests: as the worker notes them, before ``check``. config: vLLM's VllmConfig.
     """
@@ -187,7 +187,7 @@ class Guard:
         return output
 
     def _count_unnamed(self, names: Sequence[str]) -> None:
-        """Count the rows of requests that go on: one that has ended is not named either."""
+        """Count the rows of requests that continue: one that has ended is not named either."""
         for name, rows in self._unnamed.items():
             if name in names:
                 self._count("missing", rows)
@@ -203,7 +203,7 @@ class Guard:
 def legal_rows(constraint: Constraint, draft: Sequence[int], words: int) -> Rows:
     """int32 [<= len(draft) + 1, W]: masks after the text and after each legal draft token.
 
-    One row of all ones where the text cannot go on. The fork is rolled back to its position.
+    One row of all ones where the text cannot continue. The fork is rolled back to its position.
     """
     fork = constraint.fork()
     rows = np.full((len(draft) + 1, words), -1, dtype=np.int32)
@@ -286,7 +286,7 @@ def guard_of(runner: Any) -> Guard | None:
 
 
 def guard_masks_v1(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the older runner's ``sample_tokens``: the masks that it gets are looked at."""
+    """Around the older runner's ``sample_tokens``: checks the masks that it gets."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -316,7 +316,7 @@ def _step_v1(runner: Any, state: Any) -> Step:
 
 
 def guard_masks_v2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the new runner's ``sample_tokens``: the masks that it gets are looked at."""
+    """Around the new runner's ``sample_tokens``: checks the masks that it gets."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:

@@ -76,7 +76,7 @@ class VllmModel:
 
 @dataclass(slots=True)
 class VllmSetup:
-    """See ``LoadedModel``. facts: of the engine's sampling. num_blocks: of keys and values.
+    """A ``LoadedModel`` run by vLLM. facts: of its sampling. num_blocks: of keys and values.
 
     reports_drafts: whether vLLM says of each request what was drafted for it.
     handed: vLLM's view of a grammar.

@@ -6,7 +6,7 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 
 A release of vLLM is judged by what it has, not by its number: each feature says which functions,
 parameters and attributes it uses, and is on where all of them are there, see ``patches``. What was
-asked for and is not on is a warning or an error, and a function that somebody else has changed is
+asked for and is not on is a warning or an error, and a function that another plugin has changed is
 refused before anything is replaced.
 """
 
@@ -257,7 +257,7 @@ def log(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """As ``log``, of something that was asked for and is not done."""
+    """Log a warning about a feature that was asked for and is not on."""
     _logger().warning("guided_spec: %s", text)
 
 

@@ -20,7 +20,7 @@ _MANAGER = "vllm.v1.structured_output"
 
 
 class Bounds(NamedTuple):
-    """Positions in a list of tokens, one more than its length where the reasoning goes on after it.
+    """Positions in a list of tokens, one more than its length if the reasoning continues after it.
 
     grammar: the first token that the grammar reads. masks: the first that it forbids some of. The
     two differ where a token of the grammar's own ends the reasoning: it was drawn freely.
@@ -75,7 +75,7 @@ class ReasoningSpan:
     def start_in(self, text: Sequence[int]) -> int | None:
         """Where in a text, prompt and output, the grammar begins; None while it has not ended.
 
-        A text goes on from the one of the last call: of its tokens only what is new is read.
+        A text continues that of the last call: only its new tokens are read.
         """
         if self._start is None and len(text) > self._read:
             before, new = list(text[: self._read]), list(text[self._read :])
@@ -86,7 +86,7 @@ class ReasoningSpan:
         return self._start
 
     def again(self) -> ReasoningSpan:
-        """The same request's, whose output is read from its beginning."""
+        """A span of the same request that reads its output from the beginning."""
         return ReasoningSpan(self._parser, self._prompt)
 
     def bounds(self, before: list[int], tokens: list[int]) -> Bounds:

@@ -44,7 +44,7 @@ _logger = logging.getLogger("vllm.guided_spec")
 class ShadowConstraint:
     """The constraint of one running request, of which only the committed tokens are known.
 
-    It may lag, or be lost: the request then goes on without it, and vLLM's log says why.
+    It may lag, or be lost: the request then continues without it, and vLLM's log says why.
 
     future: its grammar, which is compiled in the background. stops: as of
     ``VllmGrammars.stops_of``.
@@ -112,7 +112,7 @@ class ShadowConstraint:
         return grammar
 
     def again(self) -> ShadowConstraint:
-        """The same request's, whose text is read from its beginning."""
+        """A constraint of the same request that reads its text from the beginning."""
         return ShadowConstraint(self._future, self._stops)
 
     def _lose(self, error: BaseException) -> None:
@@ -303,7 +303,7 @@ class GrammarRequests:
         return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
-        """As ``stand``; None also where that would wait for a grammar.
+        """The request's constraint after all noted tokens; None if that would wait for a grammar.
 
         vLLM has seen what was sampled for the request, as it has to fill the masks of a step.
         """
@@ -319,8 +319,8 @@ class GrammarRequests:
     ) -> list[HostRequest]:
         """[B] the requests for a drafter on the host, after all that was recorded.
 
-        constraints: [B] where they stand. limits: [B] draft tokens at most; 0 for one that is not
-        drafted for, whose text is empty.
+        constraints: [B], at the ends of their texts. limits: [B] draft tokens at most; 0 for one
+        that is not drafted for, whose text is empty.
         """
         found = []
         for name, constraint, limit in zip(names, constraints, limits, strict=True):

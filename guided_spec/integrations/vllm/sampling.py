@@ -107,8 +107,8 @@ def _about_logprobs(
         modes = ("raw", "masked")
     if params.logprobs_mode not in modes:
         fix = f"pass {modes[0]!r}: vLLM's own logprobs_mode is {facts.logprobs_mode!r}"
-        behind = " and a grammar's mask comes first" if params.grammar is not None else ""
-        yield "logprobs_mode", params.logprobs_mode, fix + behind
+        reason = " and a grammar's mask comes first" if params.grammar is not None else ""
+        yield "logprobs_mode", params.logprobs_mode, fix + reason
 
 
 def to_vllm(job: Job, text: GrammarText | None, vocabulary: Vocabulary, *, in_parts: bool) -> Any:

@@ -92,7 +92,7 @@ class DraftVocabulary:
         return DraftVocabulary(self.target_ids.to(device), self.target_size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """As checkpoints hold it, on its device: ``d2t``, see the module's docstring, and ``t2d``,
+        """Tensors of a checkpoint, on its device: ``d2t``, see the module's docstring, and ``t2d``,
         bool [V], which target tokens are scored."""
         target_ids = self.target_ids
         scored = torch.zeros(self.target_size, dtype=torch.bool, device=target_ids.device)
@@ -109,7 +109,7 @@ class DraftVocabulary:
 
 
 class HeadArguments(TypedDict):
-    """How a head's pass stands in a text.
+    """The positions of a head's pass in a text.
 
     module: which of the modules runs. position_ids: int64 [B, T]. attention_mask: what
     ``MaskBuilder`` makes. cache: a ``SlotCache`` after ``begin``; layer i of ``config`` is its

@@ -72,7 +72,7 @@ class EagleLayout(NamedTuple):
 
     @classmethod
     def fresh(cls, target: PreTrainedModel, shape: HeadShape) -> EagleLayout:
-        """Of a new head for ``target``. Raises ConfigError for a shape that cannot be."""
+        """The layout of a new head for ``target``. Raises ConfigError for an invalid shape."""
         config = derive_head_config(target, "llama", shape)
         return cls(config, config.vocab_size)
 
@@ -93,7 +93,7 @@ class EagleLayout(NamedTuple):
 
 
 class EagleHead(LayoutHead):
-    """See the module's docstring; upstream's key "bias" of config.json is not looked at.
+    """An EAGLE head. The key "bias" of config.json is ignored.
 
     Upstream reads a missing one as true, files of LLaMA 3 heads have no bias, and heads for Qwen2
     have biases in their attention.
@@ -176,7 +176,7 @@ class Eagle3Layout(NamedTuple):
         draft_vocab_size: int | None = None,
         **flags: bool,
     ) -> Eagle3Layout:
-        """Of a new head for ``target``, as wide as it.
+        """The layout of a new head for ``target``, as wide as it.
 
         model_type: of its layers, "llama" or "qwen3". aux_hidden_layers: by default
         (2, n // 2, n - 3) of the target's n, as all runtimes have it, or what a shallow target has
@@ -246,7 +246,7 @@ class Eagle3Layout(NamedTuple):
         )
 
     def with_masks(self, mask_token_id: int | None) -> Eagle3Layout:
-        """This as a P-EAGLE head. mask_token_id: by default the last token of the vocabulary.
+        """The layout as a P-EAGLE head. mask_token_id: by default the last token of the vocabulary.
 
         Raises ConfigError for one that is no token.
         """
@@ -368,7 +368,7 @@ class Masks(NamedTuple):
 
 
 class Eagle3Head(LayoutHead):
-    """See the module's docstring."""
+    """An EAGLE-3 or P-EAGLE head: aux states of the target and embeddings to states [B, T, H]."""
 
     layout: Eagle3Layout
     layout_class = Eagle3Layout
@@ -378,7 +378,7 @@ class Eagle3Head(LayoutHead):
     def fresh(
         cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None = None, layout: Any
     ) -> Self:
-        """See ``LayoutHead``. Raises ConfigError when the two are not for one another."""
+        """A new head to train. Raises ConfigError when vocabulary and layout do not match."""
         size = layout.config.vocab_size if vocabulary is None else vocabulary.target_size
         kept = size if vocabulary is None else len(vocabulary)
         if (kept, size) != (layout.draft_vocab_size, layout.config.vocab_size):
@@ -434,8 +434,8 @@ class Eagle3Head(LayoutHead):
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """The recycled states [B, T, H], see ``DraftHead.forward``."""
-        places, mask = arguments["position_ids"], arguments["attention_mask"]
-        return self.run_layers(token_ids, hidden, places, mask, cache=arguments["cache"])
+        position_ids, mask = arguments["position_ids"], arguments["attention_mask"]
+        return self.run_layers(token_ids, hidden, position_ids, mask, cache=arguments["cache"])
 
     def run_layers(
         self,

@@ -88,7 +88,7 @@ class SaveKeywords(TypedDict, total=False):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json has it: "bfloat16"."""
+    """The dtype's name in config.json, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -133,7 +133,7 @@ def _find_block(checkpoint: Checkpoint) -> str | None:
 
 
 def _own_method(target: PreTrainedModel) -> str | None:
-    """Of the MTP modules that such targets are published with."""
+    """The method of the MTP modules that such targets are published with; None for none."""
     kind = target.config.model_type
     return next((name for name, (_, kinds) in METHODS.items() if kind in kinds), None)
 

@@ -122,11 +122,11 @@ class _TargetModules(nn.Module):
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """[B, T, H] after the last norm; see ``DraftHead``."""
-        module, places = arguments["module"], arguments["position_ids"]
+        module, position_ids = arguments["module"], arguments["position_ids"]
         given = {
-            "position_embeddings": self.rotate(hidden, places, module),
+            "position_embeddings": self.rotate(hidden, position_ids, module),
             "attention_mask": arguments["attention_mask"],
-            "position_ids": places,
+            "position_ids": position_ids,
             **cache_keyword(self.layers[module], arguments["cache"]),
         }
         return self._run(module, self.embed(token_ids).to(hidden.dtype), hidden, given)
@@ -137,7 +137,7 @@ class _TargetModules(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's output layer."""
+        """Logits [..., V] of hidden states [..., H], by the target's output layer."""
         return self._ends.logits(hidden)
 
 
@@ -189,7 +189,7 @@ class MtpHead(_TargetModules):
 
 
 def _count(checkpoint: Checkpoint, name: str, default: object = None) -> int:
-    """As many modules as the configuration says."""
+    """The number of modules in the configuration, at least 1."""
     config = checkpoint.config.get("text_config", checkpoint.config)
     count = config.get(name, default)
     if not isinstance(count, int) or count < 1:

@@ -58,7 +58,7 @@ class HeadRunner(Protocol):
 
 
 class SlotHead:
-    """A head, its KV cache, and where each slot stands.
+    """A head, its KV cache, and the length of each slot.
 
     limits: how much it can hold. device, dtype: of the head.
 
@@ -115,7 +115,7 @@ class SlotHead:
 
     @torch.inference_mode()
     def mark(self, slots: Sequence[int]) -> None:
-        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        """Save the positions of the slots' drafts for ``rewind``; ``read`` does so too."""
         index = self._index(slots)
         for kept, state in zip(self._marked, (self._hidden, self._trail), strict=True):
             kept[index] = state[index]
@@ -174,7 +174,7 @@ class SlotHead:
     def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         modules = self.head.num_modules
-        # Which module runs, and how many of its positions lie before the text's start.
+        # Which module runs, and how many of its positions are before the text's start.
         keys = [self._next_module(slot) for slot in slots]
         for module, skip in sorted(set(keys)):
             rows = [row for row, key in enumerate(keys) if key == (module, skip)]
@@ -239,8 +239,8 @@ class SlotHead:
             if width <= skip:
                 break  # the text is still too short for this module
             fed = [max(0, count - skip) for count in counts]
-            places = [max(0, start - module) for start in starts]
-            hidden = self._forward(ids[:, skip:], hidden, module, Rows(slots, places, fed))
+            positions = [max(0, start - module) for start in starts]
+            hidden = self._forward(ids[:, skip:], hidden, module, Rows(slots, positions, fed))
             last.append(_at(hidden, fed))
         self._last[: len(last), index] = torch.stack(last)
         self._hidden[index] = last[0]

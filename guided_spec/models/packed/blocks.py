@@ -5,7 +5,7 @@ may stand in many tables: a text that begins as another did takes that one's blo
 blocks agree ("prefix cache", as in vLLM and in SGLang's RadixAttention, arXiv:2312.07104). Every
 memory that is kept by the same table, a target's layers and a draft head's, is shared with it.
 
-Blocks nobody has any more keep what they hold until they are needed; the least recently used goes
+Blocks in no table keep what they hold until they are needed; the least recently used goes
 first. Kwon et al., "Efficient memory management for large language model serving with
 PagedAttention" (2023).
 """
@@ -135,7 +135,7 @@ class Blocks:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._capacity = np.zeros(num_slots, dtype=np.int64)  # positions that each has blocks for
         self._unused = list(range(self.num_blocks, 0, -1))
-        self._holders = [0] * (self.num_blocks + 1)  # slots whose table a block stands in
+        self._holders = [0] * (self.num_blocks + 1)  # slots whose table has the block
         self._keys: dict[int, Key] = {}  # of the blocks that are known by their text
         self._known: dict[Key, tuple[int, int]] = {}  # their block, and serial number
         # Known and unused, the least recently used first. No LRUCache: any may be taken back, and

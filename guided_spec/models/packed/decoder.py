@@ -92,12 +92,12 @@ class LayerNorms(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> LayerNorms:
-        """Of a stock layer; Gemma's norms stand on both sides of attention and MLP."""
-        behind = Norm.of(layer.post_attention_layernorm)
+        """The norms of a stock layer; Gemma has them before and after attention and MLP."""
+        after = Norm.of(layer.post_attention_layernorm)
         if not hasattr(layer, "pre_feedforward_layernorm"):
-            return cls(None, behind, None)
+            return cls(None, after, None)
         inner, fed = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-        return cls(behind, Norm.of(inner), Norm.of(fed))
+        return cls(after, Norm.of(inner), Norm.of(fed))
 
 
 class _Block(NamedTuple):
@@ -110,7 +110,7 @@ class _Block(NamedTuple):
 
 
 class PackedDecoder:
-    """See the module's docstring; made by ``of``.
+    """A llama-like target's forward over blocks, in few kernels; made by ``of``.
 
     model: of the family. max_length: tokens of a text. windows: [L] of the layers' attention.
     """
@@ -264,7 +264,7 @@ def _packed(layer: Any, window: int | None) -> Layer:
 
 
 def _kind(layer: Any, window: int | None, rotation: Rotation) -> Hashable:
-    """The same for layers whose forwards launch the same kernels."""
+    """A key that is equal for layers whose forwards launch the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     tensors = tuple(
         (name, tensor.dtype, tensor.shape, tensor.stride())
@@ -280,7 +280,7 @@ def _fits(layer: Any) -> bool:
 
 
 def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotation]:
-    """Of each layer."""
+    """[L] the rotary embedding of each layer, for positions up to ``length``."""
     size = next(layer.self_attn.head_dim for layer in decoder.layers if hasattr(layer, "self_attn"))
     config: Any = model.config.get_text_config(decoder=True)
     like, kinds = decoder.embed_tokens.weight[:1].unsqueeze(0), [None] * len(decoder.layers)

@@ -216,8 +216,8 @@ class GraphPool:
             launch by launch, and leaves ``overlapped`` to be called later.
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
-        fixed: tensors on the device that are read where they lie, without a copy.
-        body: must not wait for the device. It may change its inputs in place; what else it writes
+        fixed: tensors on the device that are read at their addresses, without a copy.
+        body: must not wait for the device. It may change its inputs in-place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
         overlapped: work of this thread for which a device waits that runs, or is launched here. It
             is called once, overlapped with the launch, and before a capture.
@@ -298,7 +298,7 @@ def _launcher() -> ThreadPoolExecutor:
 
 
 def upload(inputs: Inputs, device: torch.device) -> Inputs:
-    """Inputs of a forward without a graph; the host goes on while they are copied."""
+    """Inputs of a forward without a graph; the copy does not block the host."""
     return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
 
 

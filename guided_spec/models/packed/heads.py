@@ -49,7 +49,7 @@ class PackedEagle3:
 
     @property
     def width(self) -> int:
-        """Of the states that it reads."""
+        """Size of the last dimension of the states that it reads."""
         return self.head.hidden_size if self.head.fc is None else self.head.fc.in_features
 
     def forward(
@@ -177,7 +177,7 @@ class PackedBlock:
         """Keep what layers see of verified positions.
 
         states: [N, len(aux_hidden_layers) * H] of the target, in the head's dtype. index: of the
-            N positions; its rows are not looked at. memory: the layers' blocks.
+            N positions; its rows are not read. memory: the layers' blocks.
         """
         features = rms_norm(product(self.head.fc, states), *self._hidden_norm)
         weight, bias = self._keys_values
@@ -191,7 +191,7 @@ class PackedBlock:
     def draft(
         self, last: Tensor, width: int, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """As ``BlockHead.forward``: int64 [R] to the normed outputs [R, width, H].
+        """Last tokens int64 [R] to the normed outputs [R, width, H] of a block.
 
         index: by ``index_of_blocks``, of ``positions_for(width)`` tokens a row.
         """
@@ -241,7 +241,7 @@ def _seen_from_the_end(index: SlotIndex, count: int) -> SlotIndex:
 
 
 class _KeysValues(NamedTuple):
-    """Of all layers: weight [L, 2 * Hkv * D, H], and bias without H."""
+    """Key and value projections of all layers: weight [L, 2 * Hkv * D, H], bias without H."""
 
     weight: Tensor
     bias: Tensor | None

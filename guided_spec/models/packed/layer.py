@@ -60,7 +60,7 @@ from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Whose weights lie around 0.
+# Whose weights are around 0.
 SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
 
 
@@ -73,7 +73,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """Of a stock RMS norm."""
+        """The weight and epsilon of a stock RMS norm."""
         if isinstance(module, SHIFTED_NORMS):
             return cls(module.weight, module.eps, 1.0)
         return cls(module.weight, module.variance_epsilon)
@@ -204,7 +204,7 @@ def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 def _stock_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
     def feed(states: Tensor) -> Tensor:
-        """As above; some give the weights of their experts besides."""
+        """States [N, H] to the MLP's output [N, H]; some MLPs return expert weights too."""
         found = mlp(states.unsqueeze(0))
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output.view(states.shape)

@@ -39,7 +39,7 @@ FEW = 128  # tokens of a forward that takes hardly longer than one of a token
 class Rows(NamedTuple):
     """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
 
-    The rows' own tokens stand in one line, ``counts`` of each; each row is in a slot of its own.
+    One line has the rows' own tokens, ``counts`` of each; each row is in a slot of its own.
     """
 
     slots: Sequence[int]
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
         return spread
 
     def token_index(self, width: int) -> NDArray[np.int64]:
-        """Where the tokens stand in rows of ``width``, [N]."""
+        """[N] the indices of the tokens in rows of ``width``."""
         found: NDArray[np.int64] = self.spread(np.arange(len(self.counts)) * width) + self.steps()
         return found
 
@@ -192,7 +192,7 @@ class LineOutput(NamedTuple):
 
 
 class PackedLM:
-    """See the module's docstring.
+    """A decoder over blocks of keys and values, by CUDA graphs where these fit.
 
     decoder: packed where the model is llama-like, else the stock one.
     memory: the layers' blocks, or states, which must stay where they are. tables: which slot has
@@ -330,7 +330,7 @@ class PackedLM:
     def _launch_kinds(
         self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
     ) -> None:
-        """As of ``PackedDecoder``, of such a ``_compute``."""
+        """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
         where = self._where(width, inputs, fits=fits)
         self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
 

@@ -46,10 +46,10 @@ class HeadLine(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
-    """Verified tokens of R texts of which the host does not know yet how many there are.
+    """Verified tokens of R texts; the host does not know yet how many each of them has.
 
-    token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R], in
-    [0, T), where each row ends; anything may follow. counts: [R] tokens of each row at most.
+    token_ids: int64 [R, T] on the device. states: [R, T, X] of these tokens. last: int64 [R], in
+    [0, T), where each row ends; later entries are arbitrary. counts: [R] tokens of a row at most.
     """
 
     slots: Sequence[int]
@@ -59,7 +59,7 @@ class ReadAhead(NamedTuple):
     counts: Sequence[int]
 
     def rows(self, slots: HeadSlots) -> Rows:
-        """Where they go."""
+        """The slots and positions that the tokens are written to."""
         return Rows(self.slots, slots.lengths(self.slots), self.counts)
 
 
@@ -129,7 +129,7 @@ class HeadSlots:
         return self._lengths[slot]
 
     def lengths(self, slots: Sequence[int]) -> list[int]:
-        """``length`` of each."""
+        """[R] the ``length`` of each slot."""
         return [self._lengths[slot] for slot in slots]
 
     def starts(self, slots: Sequence[int], count: int) -> list[int]:
@@ -198,7 +198,7 @@ class PackedHead(Protocol):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """As of ``DraftHead.forward``: int64 [N] and [N, H] to the recycled [N, H].
+        """One pass: tokens int64 [N] and hidden states [N, H] to the recycled [N, H].
 
         memory: the layers' blocks.
         """
@@ -260,7 +260,7 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def mark(self, slots: Sequence[int]) -> None:
-        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        """Save the positions of the slots' drafts for ``rewind``; ``read`` does so too."""
         index = self._index(slots)
         self._marked.index_copy_(0, index, self._hidden[index])
         for slot in slots:
@@ -338,8 +338,10 @@ class PackedSlotHead:
         return self._packed.logits(self._hidden[self._index(slots)])
 
     def masked(self, slots: Tensor, token_ids: Tensor, hidden: Tensor, index: SlotIndex) -> Tensor:
-        """As of ``SlotHead.masked``, for a graph. slots: int64 [R] on the device, -1 for an unused
-        row. index: of the R rows of T tokens."""
+        """``SlotHead.masked`` for a graph: the outputs [R, T + 1, H].
+
+        slots: int64 [R] on the device, -1 for an unused row. index: of the R rows of T tokens.
+        """
         first = self._hidden[slots].unsqueeze(1)
         if token_ids.shape[1] == 0:
             return first
@@ -348,7 +350,7 @@ class PackedSlotHead:
         return torch.cat([first, found.view(*token_ids.shape, -1)], 1)
 
     def has_graph(self, size: int, count: int) -> bool:
-        """See ``DraftForward``: a step has no more tokens than rows."""
+        """True: a step has no more tokens than rows, and each number of rows has a graph."""
         del size, count
         return True
 
@@ -381,7 +383,7 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def capture(self, longest: int) -> Iterator[None]:
-        """See ``AheadRunner``: of reading, of single steps, and of greedy drafts."""
+        """Capture the graphs of reading, of single steps and of greedy drafts."""
         yield from self.capture_reads()
         head = self._packed.head
         for size in self._whole.row_sizes:

@@ -19,7 +19,7 @@ from guided_spec.ops.linear.linear import linear
 
 
 class PackedWeights(NamedTuple):
-    """Of several linear maps of one input: weight [sum of outputs, inputs], and their biases."""
+    """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases."""
 
     weight: Tensor | Fp8Weight
     bias: Tensor | None

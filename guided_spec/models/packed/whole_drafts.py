@@ -23,7 +23,7 @@ from guided_spec.models.packed.graph_pool import (
 )
 
 Pick = Callable[[int, Tensor], Tensor]
-"""A depth and its logits [R, D] to the tokens that the draft goes on with, int64 [R] target ids."""
+"""A depth and its logits [R, D] to the next tokens of the draft, int64 [R] target ids."""
 
 
 class Picker(Protocol):
@@ -109,7 +109,7 @@ class DraftForward(Protocol):
 
 
 class WholeDrafts:
-    """See the module's docstring. row_sizes: of the batches that drafts are captured for, the
+    """Drafts, each by one graph. row_sizes: of the batches that drafts are captured for, the
     largest first. scores_at_once: see ``DraftForward``."""
 
     def __init__(self, graphs: GraphPool, forward: DraftForward, num_slots: int) -> None:

@@ -170,7 +170,7 @@ PROBE = (1, 2, 3, 5)  # token ids
 
 
 class StockDecoder:
-    """See the module's docstring; made by ``of``. It has the methods of ``PackedDecoder``."""
+    """A stock decoder's forward over blocks; made by ``of``, with ``PackedDecoder``'s methods."""
 
     runs_as = "stock modules over blocks"
 

@@ -2,7 +2,7 @@
 
 Each slot holds one text. A forward writes every row's new keys and values at that row's own
 positions into that row's own slot, so rows of one batch may have any lengths, and rolling back
-rejected tokens is a matter of integers: what lies after a row's length is masked, and overwritten
+rejected tokens is a matter of integers: what is after a row's length is masked, and overwritten
 before it can be seen.
 
 Everything this package relies on of transformers' cache internals is here; tested with transformers

@@ -117,7 +117,7 @@ Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 
 
 class _Piece(NamedTuple):
-    """Of the first tokens. keep: [B], how many of each row stay."""
+    """Some of the first tokens, fed in one forward. keep: [B], how many of each row are kept."""
 
     inputs: SlotInputs
     kind: LogitsKind
@@ -161,7 +161,7 @@ class SlotTrial:
                 self._require_close(self._full, own, "under the windows of its configuration")
 
     def check_packed(self, forward: Forward) -> None:
-        """The same for the packed form, after ``check_stock``."""
+        """Compare the logits of the packed form too; call it after ``check_stock``."""
         self._cause = ""  # the stock form has passed
         with errors_naming(self._model, "a forward in packed form failed"):
             self._check_pieces(forward, "in packed form")

@@ -72,7 +72,7 @@ class StockSlots:
         view: int | None = None,
         has_masks: bool = True,
     ) -> SlotOutput:
-        """See ``CausalLM.forward``.
+        """One call of the stock modules over padded rows; see ``CausalLM.forward``.
 
         view: positions that the layers read of every slot; None is as many as are needed.
         has_masks: False leaves the masks to the model, which makes them for rows that end the view.

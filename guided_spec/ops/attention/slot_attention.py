@@ -178,10 +178,10 @@ class SeenRow(NamedTuple):
 
 
 class QkvShape(NamedTuple):
-    """How the heads lie in a packed projection: queries, then keys, then values.
+    """The layout of heads in a packed projection: queries, then keys, then values.
 
     queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
-    has_gates: whether a gate of so many numbers lies after each query, as of Qwen3-Next.
+    has_gates: whether a gate of so many numbers comes after each query, as of Qwen3-Next.
     """
 
     queries: int
@@ -348,7 +348,7 @@ def _attend_row(
 
 
 def _attend_contiguous(query: Tensor, buffers: KeyValues, row: SeenRow, scale: float) -> Tensor:
-    """``_attend_row`` over blocks where they lie, as one matrix product each."""
+    """``_attend_row`` over blocks at their addresses, as one matrix product each."""
     assert row.first is not None
     count, (_, heads, block, size) = len(query), buffers.keys.shape
     # Anything may be stored after the last position: its block is read by itself, up to there.
@@ -373,7 +373,7 @@ def _attend_contiguous(query: Tensor, buffers: KeyValues, row: SeenRow, scale: f
 def _read(buffer: Tensor, row: SeenRow) -> Tensor:
     """[Hkv, L, D]: the positions that a row sees."""
     heads, block, width = buffer.shape[1:]
-    # A head's part of a block lies together, so that a row of this view is one.
+    # A head's part of a block is contiguous, so that a row of this view is one.
     parts = row.blocks * heads + torch.arange(heads, device=row.blocks.device).unsqueeze(1)
     found = buffer.view(-1, block * width).index_select(0, parts.flatten())
     found = found.view(heads, -1, width)

@@ -121,8 +121,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """See ``guided_spec.ops.attention.slot_attention``; the arguments on one CUDA device. With a
-    window, groups of ``SharedPositions`` are not looked at. tiling: None by ``choose_tiling``."""
+    """[N, Hq, D]: ``guided_spec.ops.attention.slot_attention`` on one CUDA device. With a
+    window, groups of ``SharedPositions`` are ignored. tiling: None by ``choose_tiling``."""
     is_plain = new is None and not window and sinks is None and tiling is None
     if is_plain and serves(query, buffers, index):
         return flash_attention(query, buffers, index, scale=scale)
@@ -172,18 +172,18 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
                 num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
             )
-        whole, alike = tile, None
+        whole, common = tile, None
         if lines and tiling is None:
             tile = tile._replace(splits=AFTER_SPLITS)
             whole = _tile(query, WHOLE_FROM)._replace(splits=SHARED_SPLITS)
         if lines:
-            alike = attend(shared[1], whole, SHARED)
+            common = attend(shared[1], whole, SHARED)
         own = attend(rows, tile, AFTER_SHARED if lines else WHOLE_TEXT)
         if own is not None:
             parts = FEW_SPLITS if tile.splits <= FEW_SPLITS else max(tile.splits, MAX_SPLITS)
             of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
             launch(_combine, (count, heads), query)(
-                *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
+                *(*own, *(common or own), rows, *shared, output, sunk[0], num_rows, max_length),
                 *(tile.halvings, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
                 *(*of_shared, window, sunk[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
@@ -192,7 +192,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
 
 def _lines(rows: Tensor) -> int:
-    """Of how many rows or groups a program looks for its own, a power of 2."""
+    """The number of rows or groups in which a program looks for its own, a power of 2."""
     lines: int = max(triton.next_power_of_2(rows.shape[1]), LEAST_LINES)
     return lines
 
@@ -327,7 +327,7 @@ def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
     table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
-    if POSITIONS % BLOCK == 0:  # they lie in one block
+    if POSITIONS % BLOCK == 0:  # they are in one block
         found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
         offset = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
     else:

@@ -57,7 +57,7 @@ def _columns(projection: Projection, most: int) -> int:
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool = False) -> Routes:
-    """See ``guided_spec.ops.linear.experts.route``; on one CUDA device."""
+    """The experts and shares [N, K] of logits [N, E], on one CUDA device; see ``experts``."""
     rows, num_experts = len(logits), logits.shape[1] - has_shared
     experts = logits.new_empty(rows, count + has_shared, dtype=torch.int64)
     shares = logits.new_empty(rows, count + has_shared, dtype=torch.float32)
@@ -73,7 +73,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
 
 
 def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
-    """See ``experts.open_experts``; the arguments on one CUDA device."""
+    """[N, K, O / 2]: ``experts.open_experts`` with the arguments on one CUDA device."""
     (outputs, inputs), width = opening.weight.shape[1:], opening.weight.shape[1] // 2
     opened = x.new_empty(*experts.shape, width)
     columns = _columns(opening, OPENING_BYTES)
@@ -93,7 +93,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
 
 
 def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor:
-    """See ``experts.close_experts``; the arguments on one CUDA device."""
+    """[N, O]: ``experts.close_experts`` with the arguments on one CUDA device."""
     (outputs, inputs), count = closing.weight.shape[1:], routes.experts.shape[1]
     total = opened.new_empty(len(opened), outputs)
     columns = _columns(closing, CLOSING_BYTES)
@@ -307,7 +307,7 @@ OUTPUTS_FIRST = (64, 64)
 
 
 def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``guided_spec.ops.linear.experts``; the arguments on one CUDA device."""
+    """[S, O]: ``experts.expert_linear`` with the arguments on one CUDA device."""
     pairs, (outputs, inputs) = len(experts), weight.shape[1:]
     product = x.new_empty(pairs, outputs)
     tile = INPUTS_FIRST if weight.stride(2) == 1 else OUTPUTS_FIRST

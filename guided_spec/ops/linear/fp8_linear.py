@@ -75,7 +75,7 @@ def _nobody(values: Tensor) -> Tensor:
 
 
 def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of values of ``shape`` [O, I]."""
+    """The shape of the scales of a weight [O, I]: its blocks, rounded up."""
     rows, columns = (-(-size // step) for size, step in zip(shape, block, strict=True))
     return rows, columns
 

@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, count: int, weight: Fp8Weight) -> Tiling:
-        """For ``count`` tokens."""
+        """The tiling for a product of ``count`` tokens."""
         width, inputs = weight.block[1], weight.values.shape[1]
         step = WIDEST_STEP if width >= inputs else min(WIDEST_STEP, width)
         if count <= 16:
@@ -53,7 +53,7 @@ def serves(weight: Fp8Weight) -> bool:
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """See ``guided_spec.ops.linear.fp8_linear``; the arguments on one CUDA device."""
+    """[..., O]: ``guided_spec.ops.linear.fp8_linear`` with the arguments on one CUDA device."""
     outputs, inputs = weight.values.shape
     rows = x.reshape(-1, inputs)
     if len(rows) > MOST_TOKENS:

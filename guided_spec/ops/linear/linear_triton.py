@@ -25,7 +25,7 @@ TILE_BYTES = (TILE[0] + MOST_TOKENS) * TILE[1] * 2 * STAGES  # in shared memory
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``guided_spec.ops.linear.linear``; 1 to ``MOST_TOKENS`` tokens, a contiguous weight."""
+    """[..., O]: ``linear.linear`` for 1 to ``MOST_TOKENS`` tokens and a contiguous weight."""
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs).contiguous()
     product = x.new_empty(*x.shape[:-1], outputs)

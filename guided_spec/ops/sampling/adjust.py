@@ -83,7 +83,7 @@ class TokenRules:
 
     @cached_property
     def bans(self) -> OwnBans:
-        """Of bad words, and of what would end the text too early."""
+        """The bans of bad words, and of tokens that would end the text before ``min_tokens``."""
         early = self.stop_ids if self.params.min_tokens > 0 else ()
         depth = max((len(word) - 1 for word in self.bad_words), default=0)
         prefixes = [[ANY] * (depth + 1 - len(word)) + [*word[:-1]] for word in self.bad_words]
@@ -149,7 +149,7 @@ class RuleTable:
     def stack(
         cls, rules: Sequence[TokenRules | None], vocab_size: int, device: torch.device
     ) -> RuleTable | None:
-        """From the rules of B requests; None when nobody has any."""
+        """Made from the rules of B requests; None where no request has any."""
         used = {row: one for row, one in enumerate(rules) if one is not None and one.is_used}
         if not used:
             return None
@@ -167,7 +167,7 @@ class RuleTable:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.index.device
 
     @property
@@ -269,8 +269,8 @@ class Adjustments:
     table: the rules of U of the B requests. Everything else has a row for each of these.
     num_output: int64 [U] tokens of output so far.
     tails: int64 [U, P] the last tokens of prompt and output, right-aligned after ``NO_TOKEN``.
-    in_prompt: bool [U, V], counts: float32 [U, V]: which tokens stand in the prompt, and how often
-        each stands in the output; None without penalties.
+    in_prompt: bool [U, V], counts: float32 [U, V]: which tokens the prompt has, and how often
+        the output has each; None without penalties.
     """
 
     table: RuleTable
@@ -382,7 +382,7 @@ class Adjustments:
 def _count(
     table: RuleTable, texts: Sequence[Sequence[int]], prompts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """[U, V] each: which tokens stand in the prompt, and how often each stands in the output."""
+    """[U, V] each: which tokens the prompt has, and how often the output has each."""
     # Only texts with a penalty need to be uploaded and counted.
     texts = [text if one.has_penalty else () for text, one in zip(texts, table.rules, strict=True)]
     width = max(map(len, texts))

@@ -29,7 +29,7 @@ def choose_draft(
     sampling: Sampling,
     noise: DraftNoise | None,
 ) -> DraftChoice:
-    """See ``draft_choice.choose_draft``; no filters, and at least one logit."""
+    """One token for each row of logits [B, D], without filters; at least one logit."""
     batch, columns = logits.shape
     device = logits.device
     is_greedy, is_reduced = noise is None or sampling.all_greedy, target_ids is not None
@@ -98,7 +98,7 @@ def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             tl.store(numbers + at + chunks, tl.sum(tl.sum(weight, 1), 0))
             tl.store(numbers + at + 2 * chunks, best)
             tl.store(indices + at + 2 * chunks, winner)
-        else:  # nobody races here
+        else:  # no row is sampled here
             tl.store(numbers + at + chunks, 0.0)
             tl.store(numbers + at + 2 * chunks, 0.0)
             tl.store(indices + at + 2 * chunks, 0)
@@ -149,7 +149,7 @@ def _combine(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             is_starved = (drawn == 0) & (state == 1)
             only = tl.full([], -1, tl.int64)
             if has_mask:
-                # No words to look at where nobody starves, which is nearly always.
+                # No words to read where no row is starved, which is nearly always.
                 length = tl.where(is_starved, num_words, 0)
                 only = _only_legal(bitmask + row * mask_stride, length)
             tl.store(starved + row, is_starved)

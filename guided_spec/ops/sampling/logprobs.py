@@ -2,7 +2,7 @@
 
 The rows of one verify forward hold everything: row i of a request says how likely each token was
 after i draft tokens, whether that token was then drafted and accepted or drawn. Of requests that
-are watched, drafted tokens are looked at too, and how many tokens the grammar left.
+are watched, drafted tokens are recorded too, and how many tokens the grammar left.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LogprobsPlan:
 
     counts: [B] how many likeliest tokens each wants, None where it asks for nothing.
     rows: for each mode in use the asking requests, int64 [R] on the device.
-    order: the requests as they stand in ``rows``, mode after mode.
+    order: the requests in the order of ``rows``, mode after mode.
     """
 
     counts: tuple[int | None, ...]
@@ -66,7 +66,7 @@ class LogprobsPlan:
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams], device: torch.device) -> LogprobsPlan | None:
-        """The plan of a batch, a request for each of ``params``; None when nobody asks."""
+        """The plan of a batch, a request for each of ``params``; None where none asks for them."""
         rows: dict[LogprobsMode, list[int]] = {}
         for mode in get_args(LogprobsMode):
             for request, one in enumerate(params):

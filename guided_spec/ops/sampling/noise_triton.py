@@ -13,7 +13,7 @@ BLOCK = 256  # counters a program, four columns each
 
 
 def philox(seeds: Tensor, positions: Tensor, stream: int, columns: int) -> Tensor:
-    """See ``guided_spec.ops.sampling.noise.philox``; the arguments on one CUDA device."""
+    """int64 [B, columns] random bits: ``noise.philox`` with the arguments on one CUDA device."""
     bits = torch.empty(len(seeds), columns, dtype=torch.int64, device=seeds.device)
     if bits.numel() == 0:
         return bits

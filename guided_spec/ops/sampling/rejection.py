@@ -6,7 +6,7 @@ target probability 0 and is refused even at u = 0.
 
 What a draft's tokens were drawn from: looked up, and written out over the target's vocabulary.
 
-A head with D of the target's V tokens hands on [B, K, D] and where each target token stands in it.
+A head with D of the target's V tokens returns [B, K, D] and the column of each target token.
 The wide tensor would be the largest of a step, and a verifier reads one row of it.
 """
 
@@ -65,7 +65,7 @@ def dense_probs(draft: Draft, vocab_size: int) -> Tensor:
 
 
 def draft_at(draft: Draft, positions: Tensor) -> Draft:
-    """Of each row the one position ``positions[b]``, int64 [B] in [0, K): K is 1 afterwards."""
+    """A draft of width 1 with position ``positions[b]`` of each row, int64 [B] in [0, K)."""
     rows = torch.arange(len(positions), device=positions.device)
     probs, is_certain = draft.probs, draft.is_certain
     return draft._replace(

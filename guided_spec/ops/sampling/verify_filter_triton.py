@@ -359,7 +359,7 @@ def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sweep(step, rules, work, num_chunks, row, level, words: tl.constexpr, counts: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Of the tokens down to ``level``: their mass (or number) as int64, and the deepest.
+    """The mass (or number) of the tokens down to ``level`` as int64, and the deepest of them.
 
     Third the first one below ``level``. Tokens below the row's cut are none.
     """
@@ -400,7 +400,7 @@ def _search(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     words: tl.constexpr,
     counts: tl.constexpr,
 ):
-    """As ``_search_list``, among all tokens of the row down to ``deepest``."""
+    """``_search_list`` among all tokens of the row down to ``deepest``."""
     low, high = deepest * 0.0, deepest
     while low < high:
         middle = low + (high - low) * 0.5

@@ -161,9 +161,9 @@ class Shape(NamedTuple):
 
     @property
     def num_warps(self) -> int:
-        """Of programs that go over one chunk of a request each.
+        """Warps of programs that each read one chunk of a request.
 
-        The sooner each is done where all run at once, the more run at once where they take turns.
+        8 where all programs run at once, so that each is fast; else 4, so that more run at once.
         """
         return 8 if self.batch * self.num_chunks <= AT_ONCE else 4
 
@@ -219,7 +219,7 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
 
 @cache
 def _allow_all(device: torch.device, num_words: int) -> Tensor:
-    """int32 [W]. Kept, since graphs that were captured go on reading it."""
+    """int32 [W]. Cached, since captured graphs keep reading it."""
     return torch.full((num_words,), -1, dtype=torch.int32, device=device)
 
 
@@ -257,7 +257,7 @@ def make_rules(adjustments: Adjustments) -> Rules | None:
 
 @cache
 def no_rules(device: torch.device, vocab_size: int, number: int) -> Rules:
-    """Of ``number`` requests. Kept, since graphs that were captured go on reading them."""
+    """Empty rules of ``number`` requests; cached, since captured graphs keep reading them."""
     zeros = torch.zeros(max(vocab_size, number), device=device)
     return Rules(
         rule_of=torch.full((number,), -1, dtype=torch.int32, device=device),

@@ -66,7 +66,7 @@ _MARGIN = tl.constexpr(1e-5)  # bounds decide only outside of it
 
 
 def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:
-    """See ``verify.verify``; ``rows.noise`` are keys, all on one CUDA device."""
+    """``verify.verify`` by kernels; ``rows.noise`` are keys, all on one CUDA device."""
     batch, num_rows, vocab_size = logits.shape
     num_words = num_mask_words(vocab_size)
     # Small vocabularies are cut into a few chunks too.

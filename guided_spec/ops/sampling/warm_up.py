@@ -41,7 +41,7 @@ class Decisions(NamedTuple):
     device: torch.device
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of anything."""
+        """An uninitialized tensor on the device of the warm-up."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 

@@ -83,7 +83,7 @@ def _together(
 class VerifyRows(NamedTuple):
     """How B requests decide.
 
-    sampling: their parameters. adjustments: biases, bans and penalties; None when nobody has any.
+    sampling: their parameters. adjustments: biases, bans and penalties; None for none.
     verifier: which of ``guided_spec.ops.sampling.verify.VERIFIERS``.
     noise: the values themselves, or their keys.
     """

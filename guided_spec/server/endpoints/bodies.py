@@ -21,7 +21,7 @@ from guided_spec.types import (
 
 
 def _require_few(most: int) -> BeforeValidator:
-    """Refuses a longer object before its items are looked at."""
+    """Refuses a longer object before its items are read."""
 
     def require(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > most:

@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts that go on from prompts, whole or as a stream."""
+"""``/v1/completions``: texts that continue prompts, whole or as a stream."""
 
 from __future__ import annotations
 

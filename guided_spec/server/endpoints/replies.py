@@ -67,7 +67,7 @@ class TokenLogprob(LikelyToken):
 
 
 class ChatLogprobs(BaseModel):
-    """Of all tokens that were written, reasoning and calls among them."""
+    """Log-probabilities of all tokens that were written, reasoning and calls among them."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -170,7 +170,7 @@ class ChatChunkReply(BaseModel):
 
 
 class CountedChatChunkReply(ChatChunkReply):
-    """The same where the request asks for usage: each piece has the field."""
+    """A chunk of a request that asks for usage: each chunk has the field."""
 
     usage: Usage | None = None
 
@@ -232,7 +232,7 @@ class ReasoningText(BaseModel):
 
 
 class MessageItem(BaseModel):
-    """What the model says."""
+    """The message item of a response: the text of the model."""
 
     id: str
     type: Literal["message"] = "message"
@@ -266,7 +266,7 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(BaseModel):
-    """cached_tokens: of the prompt, found in the prefix cache; nobody pays for writing there."""
+    """cached_tokens: of the prompt, found in the prefix cache; writing there is not billed."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -369,7 +369,7 @@ _LEAST = -9999.0  # JSON has no -inf
 
 
 def chat_logprobs(service: Service, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Of the tokens that are part of the text."""
+    """Log-probabilities of the tokens that are part of the text."""
     content = [
         TokenLogprob(
             **_likely(service, one.token_id, one.logprob).model_dump(),
@@ -395,7 +395,7 @@ class TextOffsets:
         self._num_characters = 0
 
     def next(self, data: bytes) -> int:
-        """Of the token that shows these bytes."""
+        """The offset of the token that has these bytes."""
         begin = self._num_characters
         self._num_characters += len(self._decoder.decode(data))
         return begin
@@ -427,7 +427,7 @@ def _text(service: Service, token_id: int) -> str:
 
 
 class SampleTraces:
-    """Those of one request.
+    """The traces of the samples of one request.
 
     form: "json" for records, "html" for rows as the trace page shows them, None for no traces.
 
@@ -445,7 +445,7 @@ class SampleTraces:
         self._num_steps: Counter[int] = Counter()
 
     def whole(self, sample: int, completion: Completion) -> TraceReply | None:
-        """That of a text; None if the request does not ask."""
+        """The trace of a whole text; None if the request does not ask for it."""
         trace = completion.trace
         if self._form is None or trace is None:
             return None

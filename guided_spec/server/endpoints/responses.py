@@ -141,7 +141,7 @@ class ResponseItems:
         return ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields)
 
     def feed(self, chunk: ChatChunk) -> Iterator[ResponseEvent]:
-        """What a chunk brings."""
+        """The events of one chunk."""
         if chunk.reasoning:
             self.reasoning_tokens += len(chunk.token_ids)
             yield from self._write("reasoning", chunk.reasoning)
@@ -310,7 +310,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
 
 
 def _call_id(value: object) -> object:
-    """As the model's template knows it: without what this endpoint puts before it."""
+    """The call's id as the chat template knows it, without this endpoint's prefix."""
     return value.removeprefix("call_") if isinstance(value, str) else value
 
 

@@ -140,8 +140,8 @@ def plain_messages(
     for index, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str):
-            place = f"messages[{index}].role"
-            raise invalid_value(f"{place}: must be a str", place)
+            path = f"messages[{index}].role"
+            raise invalid_value(f"{path}: must be a str", path)
         if role == "developer" and not knows_developer:
             role = "system"
         content = _text(message.get("content"), f"messages[{index}].content")
@@ -165,18 +165,18 @@ def template_variables(
     return dict(given or {})
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, path: str) -> str:
     """Content that is text, in one piece or several."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise invalid_value(f"{place}: must be text", place)
+        raise invalid_value(f"{path}: must be text", path)
     pieces = []
     for at, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            message = f"{place}[{at}]: this model reads text, not {kind!r:.40}"
-            raise invalid_value(message, place)
+            message = f"{path}[{at}]: this model reads text, not {kind!r:.40}"
+            raise invalid_value(message, path)
         pieces.append(text)
     return "".join(pieces)

@@ -1,1 +1,1 @@
-"""Training algorithms: their modules, and in ``options`` what each is told."""
+"""Training algorithms: their modules, and the options of each in ``options``."""

@@ -1,19 +1,20 @@
 """Training of heads that draft blocks: after sampled anchors of whole documents, in one forward.
 
 DFlash (Chen, Liang and Liu, arXiv:2602.06036). A block is [the document's token at its anchor,
-mask, mask, ...] and sees the target's states of what stands before the anchor, and itself, as it
-does when it drafts. The loss of a place weighs ``ttt_step_loss_decay`` of that of the place before;
-SpecForge's recipes for blocks of 16 have exp(-1 / 7), its code and speculators' a weight of
-exp(-depth / gamma).
+mask, mask, ...]. As in drafting, it attends to the target's states of the tokens before the anchor
+and to itself. The loss weight of a position is ``ttt_step_loss_decay`` times that of the position
+before it. SpecForge's recipes for blocks of 16 have exp(-1 / 7), its code and speculators' a weight
+of exp(-depth / gamma).
 
-DSpark (DeepSeek's DeepSpec, and speculators). The Markov head is given the document's token before
-each place, as the verifier has it where a draft stays. The confidence head learns the probability
-that rejection sampling keeps a place's token, by binary cross-entropy with the weights of the loss.
+DSpark (DeepSeek's DeepSpec, and speculators). The Markov head gets the document's token before each
+position: the token that the verifier has if it accepts the draft so far. The confidence head learns
+the probability that rejection sampling accepts the token of a position, by binary cross-entropy
+with the weights of the loss.
 
-P-EAGLE (speculators). A block is the EAGLE-3 head's output at its anchor and the places after it,
-which are fed with masks and see the text up to the anchor and the masks before them. The outputs of
-the text itself are there anyway: the first token is trained at all places, further ones after
-anchors. speculators draws fewer places for each further depth instead.
+P-EAGLE (speculators). A block is the EAGLE-3 head's output at its anchor and at the mask tokens
+after it. These attend to the text up to the anchor and to the masks before them. The outputs over
+the text are computed anyway: so the first token is trained at all positions, and further ones after
+anchors. speculators draws fewer positions for each further depth instead.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from guided_spec.training.objective import (
     Objective,
     measure,
 )
-from guided_spec.training.rows import Places, pick_rows
+from guided_spec.training.rows import Positions, pick_rows
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
@@ -65,10 +66,10 @@ class BlockTraining(HeadTraining):
     def forward(
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
-        """Draft after anchors of the batch and measure it; only rows of answers are scored."""
+        """Draft after anchors of the batch and measure it; only rows of responses are scored."""
         targets = TargetRows.build(batch, states, self._target.head, self.head.vocabulary)
-        places = targets.at_depth(0) >= 0
-        anchors = Anchors.choose(batch, places, self._config.anchors, self._seed)
+        positions = targets.at_depth(0) >= 0
+        anchors = Anchors.choose(batch, positions, self._config.anchors, self._seed)
         features, width = states.aux.flatten(-2), len(objective.weights)
         drafts = self.drafts(anchors, targets, features, width)
         return measure(drafts, self.scorer(), batch, targets, objective)
@@ -90,7 +91,7 @@ class BlockTraining(HeadTraining):
 
     @property
     def _seed(self) -> int:
-        """Another after each step of training, and the same again where a run goes on from there.
+        """Another after each step of training, and the same again where a run resumes there.
 
         So it is a sum over the bits of some weights. While validating it is always the same.
         """
@@ -114,7 +115,7 @@ class DFlashTraining(BlockTraining):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """z-lab's has no place for an output head."""
+        """Checkpoint formats; z-lab's cannot hold an output head."""
         return ("zlab", "speculators") if self.head.lm_head is None else ("speculators",)
 
 
@@ -141,18 +142,18 @@ class DSparkTraining(BlockTraining):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """DeepSeek's scores all tokens, from a block's first place on."""
+        """Checkpoint formats; DeepSeek's scores all tokens, and a block's first position too."""
         is_own = self.head.vocabulary is None and self.head.layout.from_anchor
         return ("speculators", "deepseek") if is_own else ("speculators",)
 
     def drafts(
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
-        """See ``BlockTraining``; the document's own token stands before each place."""
+        """Outputs joined with w1 of the document's token before them, [n, H + rank] a depth."""
         drafts = super().drafts(anchors, targets, states, width)
-        for depth, (places, hidden) in enumerate(drafts):
-            embedded = self._markov.markov_w1(places.read(shift(anchors.token_ids, 1 + depth)))
-            yield DraftStates(places, torch.cat([hidden, embedded.to(hidden.dtype)], -1))
+        for depth, (positions, hidden) in enumerate(drafts):
+            embedded = self._markov.markov_w1(positions.read(shift(anchors.token_ids, 1 + depth)))
+            yield DraftStates(positions, torch.cat([hidden, embedded.to(hidden.dtype)], -1))
 
     def scorer(self) -> DraftScorer:
         """How drafts are scored."""
@@ -196,18 +197,18 @@ class PEagleTraining(BlockTraining):
     def drafts(
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
-        """See ``BlockTraining``; the first depth needs no anchors."""
+        """Outputs [n, H] a depth: at all trained positions for the first, then after anchors."""
         read, masked = read_and_mask(
             *(self.head, anchors.token_ids, anchors.starts, width, states),
             recompute=self._config.gradient_checkpointing,
         )
-        yield trained_drafts(read, targets.places(0))
+        yield trained_drafts(read, targets.positions(0))
         for depth, output in enumerate(masked.unbind(2), 1):
             yield anchors.pick(output, targets, depth)
 
 
 class MaskedOutputs(NamedTuple):
-    """Of a P-EAGLE head: read [B, T, H], of the places of the text; masked [B, A, W - 1, H]."""
+    """Outputs of a P-EAGLE head: read [B, T, H], of the text; masked [B, A, W - 1, H]."""
 
     read: Tensor
     masked: Tensor
@@ -222,7 +223,7 @@ def read_and_mask(
     *,
     recompute: bool = False,
 ) -> MaskedOutputs:
-    """The outputs over whole texts, and at the masks after A places of each, by one forward.
+    """One forward over whole texts, and over the masks after A positions of each.
 
     token_ids: int64 [B, T]. starts: int64 [B, A], where the masks begin: each block sees its text
     up to there and itself, causally. states: [B, T, len(aux_hidden_layers) * H_target]. recompute:
@@ -231,8 +232,8 @@ def read_and_mask(
     assert head.mask_hidden is not None
     assert head.layout.mask_token_id is not None
     count, length = width - 1, token_ids.shape[1]
-    places = BlockIndex.of(starts, count)
-    masks = torch.full_like(places.position, head.layout.mask_token_id)
+    index = BlockIndex.of(starts, count)
+    masks = torch.full_like(index.position, head.layout.mask_token_id)
     unknown = head.features(head.mask_hidden).expand(*masks.shape, -1)
     text = torch.arange(length, device=starts.device)
 
@@ -240,13 +241,13 @@ def read_and_mask(
         read = unroll_mask(length, 0, window=window, device=starts.device)
         read = functional.pad(read, (0, masks.shape[1])).expand(len(starts), 1, -1, -1)
         sight = Sight(is_causal=True, window=window)
-        return torch.cat([read, places.visible(sight, length)], 2)
+        return torch.cat([read, index.visible(sight, length)], 2)
 
     hidden = torch.cat([head.features(states), unknown], 1)
     outputs = head.run_layers(
         torch.cat([shift(token_ids, 1), masks], 1),
         hidden,
-        torch.cat([text.expand(len(starts), -1), places.position], 1),
+        torch.cat([text.expand(len(starts), -1), index.position], 1),
         head_masks(head.config, see, hidden),
         recompute=recompute,
     )
@@ -292,11 +293,11 @@ def _check_kind(head: BlockHead, config: DFlashConfig, markov: MarkovShape | Non
 
 
 class Anchors(NamedTuple):
-    """Places of B documents after which blocks begin, A of each at most.
+    """Positions of B documents after which blocks begin, A of each at most.
 
-    token_ids: int64 [B, T], the documents. chosen: bool [B, T], at p where the token of place p + 1
-    is a block's first. slot: int64 [B, T], which block of its document that is. tokens, starts:
-    int64 [B, A], those tokens and where they stand; arbitrary after a document's last one.
+    token_ids: int64 [B, T], the documents. chosen: bool [B, T], true at p if token p + 1 is a
+    block's first. slot: int64 [B, T], which block of its document that is. tokens, starts: int64
+    [B, A], those tokens and their positions; arbitrary after a document's last one.
     """
 
     token_ids: Tensor
@@ -306,26 +307,26 @@ class Anchors(NamedTuple):
     starts: Tensor
 
     @classmethod
-    def choose(cls, batch: TrainingBatch, places: Tensor, most: int, seed: int) -> Anchors:
-        """Up to ``most`` among the true ``places`` bool [B, T] of each document, drawn."""
+    def choose(cls, batch: TrainingBatch, positions: Tensor, most: int, seed: int) -> Anchors:
+        """Draw up to ``most`` of the true ``positions`` bool [B, T] of each document."""
         dice = torch.Generator().manual_seed(_mix(seed, batch.indices.tolist()))
-        keys = torch.rand(places.shape, generator=dice).to(places.device)
-        order = keys.masked_fill(~places, -1.0).argsort(1, descending=True)
+        keys = torch.rand(positions.shape, generator=dice).to(positions.device)
+        order = keys.masked_fill(~positions, -1.0).argsort(1, descending=True)
         found = order[:, :most]
-        chosen = torch.zeros_like(places).scatter(1, found, value=True) & places
+        chosen = torch.zeros_like(positions).scatter(1, found, value=True) & positions
         slot = chosen.cumsum(1) - 1
         rows, at = chosen.nonzero(as_tuple=True)
         width = max(1, int(chosen.sum(1).max()))
-        starts = batch.token_ids.new_zeros(len(places), width)
+        starts = batch.token_ids.new_zeros(len(positions), width)
         starts[rows, slot[rows, at]] = at + 1
         return cls(batch.token_ids, chosen, slot, batch.token_ids.gather(1, starts), starts)
 
     def pick(self, output: Tensor, targets: TargetRows, depth: int) -> DraftStates:
-        """Of the blocks' outputs [B, A, H] at a depth, those that are trained."""
-        places = Places.of(self.chosen & (targets.at_depth(depth) >= 0))
-        rows = places.at // self.slot.shape[1]
-        at = rows * output.shape[1] + places.read(self.slot)
-        return DraftStates(places, pick_rows(output.flatten(0, 1), at))
+        """The trained ones of the blocks' outputs [B, A, H] at a depth: [n, H]."""
+        positions = Positions.of(self.chosen & (targets.at_depth(depth) >= 0))
+        rows = positions.at // self.slot.shape[1]
+        at = rows * output.shape[1] + positions.read(self.slot)
+        return DraftStates(positions, pick_rows(output.flatten(0, 1), at))
 
 
 def _mix(seed: int, indices: list[int]) -> int:

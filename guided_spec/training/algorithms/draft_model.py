@@ -1,7 +1,7 @@
 """Distillation of a small stock language model that drafts for the target.
 
-Its loss at a token is a head's at depth 0; what it drafts further ahead it computes in the same
-way, so that one forward trains all depths.
+Its loss at a token is a head's at depth 0. It computes further draft tokens by the same function,
+so that one forward trains all depths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from guided_spec.training.target_rows import TargetHead, TargetRows
 
 
 class DraftModelTraining(nn.Module):
-    """See ``DraftAlgorithm``; made by ``from_training_args``."""
+    """Trains a small language model that drafts; made by ``from_training_args``."""
 
     config_class = DraftModelConfig
     layouts = ("transformers",)
@@ -58,7 +58,7 @@ class DraftModelTraining(nn.Module):
         vocabulary: DraftVocabulary | None,
         **options: Any,
     ) -> DraftModelTraining:
-        """A fresh Llama of the given sizes, or the model of ``init``.
+        """A fresh Llama of the sizes in ``options``, or the model of ``init``.
 
         ``vocabulary`` has to be None. Raises VocabularyMismatchError for an ``init`` whose logits
         are not as wide as the target's.
@@ -99,18 +99,18 @@ class DraftModelTraining(nn.Module):
     def forward(
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
-        """The loss of every token of an answer, given the text before it."""
+        """The loss of every token of a response, predicted from the text before it."""
         model: Any = self.draft
         targets = TargetRows.build(batch, states, self._target.head, None)
-        place = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
-        mask = (place < batch.lengths[:, None]).long()
+        index = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
+        mask = (index < batch.lengths[:, None]).long()
         decoder = model.get_decoder()
         hidden = decoder(
             input_ids=batch.token_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
-        places = targets.places(0)
-        # Place p drafts token p + 2 from the state of place p + 1; nothing from the last places.
-        drafts = [DraftStates(places, pick_rows(hidden.flatten(0, 1), places.at + 1))]
+        positions = targets.positions(0)
+        # Entry p drafts token p + 2 from state p + 1; the last entries draft nothing.
+        drafts = [DraftStates(positions, pick_rows(hidden.flatten(0, 1), positions.at + 1))]
         scorer = DraftScorer.of(self._draft_head.logits, self.draft, self.layers)
         return measure(drafts, scorer, batch, targets, objective)
 

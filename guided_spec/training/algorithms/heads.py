@@ -2,11 +2,11 @@
 
 A head is run over whole documents as it will run when it drafts: training-time test.
 
-EAGLE-3 (arXiv:2503.01840, section 3.2). At depth s the head at place p is given token p + 1 + s of
-the document and its own output of the depth before, and attends to what drafting would find in the
-cache: keys made from the target's states up to p, and its own keys of place p at depths 1 to s.
-With several modules (DeepSeek-V3's report, section 2.2) module s runs at depth s, over keys of its
-own; the last one is repeated.
+EAGLE-3 (arXiv:2503.01840, section 3.2). At depth s and position p the head reads token p + 1 + s of
+the document and its own output of the depth before. It attends to the keys that drafting would find
+in the cache: those of the target's states up to p, and its own of position p at depths 1 to s. With
+several modules (DeepSeek-V3's report, section 2.2) module s runs at depth s, over keys of its own;
+the last one is repeated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from guided_spec.training.algorithms.options import (
     ShapeOptions,
 )
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
-from guided_spec.training.rows import Places, pick_rows
+from guided_spec.training.rows import Positions, pick_rows
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
@@ -62,12 +62,12 @@ def unroll(
     """The head's hidden states [B, T, H] at the depths 0 to ``steps - 1``, with gradient.
 
     token_ids: int64 [B, T], padded on the right. states: [B, T, len(aux_hidden_layers) * H_target],
-    what the head's ``features`` takes. The state of place p is the one that scores token
-    p + 2 + depth; it is arbitrary where the document has no such token. recompute: run each depth
-    again in the backward pass; only its states, keys and values are kept until then.
+    what the head's ``features`` takes. State p scores token p + 2 + depth; it is arbitrary where
+    the document has no such token. recompute: run each depth again in the backward pass; only its
+    states, keys and values are kept until then.
     """
     length = token_ids.shape[1]
-    places = torch.arange(length, device=token_ids.device).unsqueeze(0)
+    positions = torch.arange(length, device=token_ids.device).unsqueeze(0)
     hidden = head.features(states)
     cache = DynamicCache()
     kept: list[Tensor] = []
@@ -80,7 +80,7 @@ def unroll(
             head,
             shift(token_ids, 1 + depth),
             module=module,
-            position_ids=places + repeats,
+            position_ids=positions + repeats,
             attention_mask=_depth_mask(head, hidden, length, repeats),
         )
         if recompute:
@@ -92,7 +92,7 @@ def unroll(
 
 
 def _depth_mask(head: DraftHead, hidden: Tensor, length: int, repeats: int) -> Any:
-    """As the head's layers take it; None where they attend without, see ``unroll_attention``."""
+    """The mask that the head's layers take; None where they need none: ``unroll_attention``."""
     if _attends_unmasked(head, hidden):
         return None
 
@@ -139,13 +139,12 @@ def unroll_mask(
     """Bool [T, (1 + repeats) * T]: which keys the queries of one depth see.
 
     The first T keys are those of the target's states, each further T those of one depth of drafting
-    (the last: their own). Query p stands at position p + repeats, from which a sliding ``window``
-    counts.
+    (the last: their own). Query p has position p + repeats, from which a sliding ``window`` counts.
     """
-    place = torch.arange(length, device=device)
-    seen = place[None, :] <= place[:, None]
+    index = torch.arange(length, device=device)
+    seen = index[None, :] <= index[:, None]
     if window is not None:
-        seen = seen & (place[None, :] > place[:, None] + repeats - window)
+        seen = seen & (index[None, :] > index[:, None] + repeats - window)
     own = torch.eye(length, dtype=torch.bool, device=device)
     further = [
         own if window is None or repeats - depth < window else torch.zeros_like(own)
@@ -172,11 +171,11 @@ def head_masks(config: Any, see: Callable[[int | None], Tensor], like: Tensor) -
     return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
-def shift(token_ids: Tensor, places: int) -> Tensor:
-    """Tokens ``places`` further on; 0 where the row has ended."""
+def shift(token_ids: Tensor, offset: int) -> Tensor:
+    """int64 [B, T]: entry p is token ``p + offset``; 0 after the end of the row."""
     shifted = torch.zeros_like(token_ids)
-    if places < token_ids.shape[1]:
-        shifted[:, :-places] = token_ids[:, places:]
+    if offset < token_ids.shape[1]:
+        shifted[:, :-offset] = token_ids[:, offset:]
     return shifted
 
 
@@ -211,12 +210,12 @@ def head_shape(options: ShapeOptions) -> HeadShape:
 
 
 def make_trainable(head: Head) -> Head:
-    """A head as it was loaded, in place: float32, in train mode, with gradients."""
+    """Set a loaded head to float32, train mode and gradients; returns it."""
     return head.float().train().requires_grad_()
 
 
 def own_tensors(tensors: Mapping[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | None:
-    """Of a whole module's state dict the part below ``prefix``; None stays None."""
+    """The part of a module's state dict below ``prefix``, without it; None stays None."""
     if tensors is None:
         return None
     return {
@@ -248,7 +247,7 @@ def forward_head(
     *,
     recompute: bool = False,
 ) -> TrainingOutput:
-    """Unroll ``head`` over a batch and measure it; only rows of answers are scored.
+    """Unroll ``head`` over a batch and measure it; only rows of responses are scored.
 
     recompute: see ``unroll``.
     """
@@ -257,15 +256,15 @@ def forward_head(
     features = target.normed(states.last) if is_last else states.aux.flatten(-2)
     module: Any = head
     scorer = DraftScorer.of(head.logits, module, module.layers)
-    places = [targets.places(depth) for depth in range(len(objective.weights))]
-    unrolled = unroll(head, batch.token_ids, features, len(places), recompute=recompute)
-    drafts = map(trained_drafts, unrolled, places)
+    positions = [targets.positions(depth) for depth in range(len(objective.weights))]
+    unrolled = unroll(head, batch.token_ids, features, len(positions), recompute=recompute)
+    drafts = map(trained_drafts, unrolled, positions)
     return measure(drafts, scorer, batch, targets, objective)
 
 
-def trained_drafts(hidden: Tensor, places: Places) -> DraftStates:
-    """Of states [B, A, H], those of the trained places."""
-    return DraftStates(places, pick_rows(hidden.flatten(0, 1), places.at))
+def trained_drafts(hidden: Tensor, positions: Positions) -> DraftStates:
+    """The trained ones of states [B, A, H]: [n, H]."""
+    return DraftStates(positions, pick_rows(hidden.flatten(0, 1), positions.at))
 
 
 class HeadTraining(nn.Module):
@@ -302,7 +301,7 @@ class HeadTraining(nn.Module):
         vocabulary: DraftVocabulary | None,
         **options: Any,
     ) -> HeadTraining:
-        """See ``DraftAlgorithm``; options: the fields of ``config_class``."""
+        """A module with the head that ``options``, the fields of ``config_class``, describe."""
         del verifier_config
         config = cls.config_class(**options)
         head = cls.make_head(config, target, vocabulary)
@@ -310,7 +309,7 @@ class HeadTraining(nn.Module):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """See ``head_layouts``."""
+        """The checkpoint formats that can hold this head, the default first."""
         return head_layouts(self.head)
 
     @property
@@ -327,7 +326,7 @@ class HeadTraining(nn.Module):
     def forward(
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
-        """See ``forward_head``."""
+        """Unroll the head over one batch; returns its loss and metrics, see ``forward_head``."""
         recompute: bool = self._config.gradient_checkpointing
         head = self._target.head
         return forward_head(self.head, head, batch, states, objective, recompute=recompute)
@@ -335,7 +334,7 @@ class HeadTraining(nn.Module):
     def export(
         self, folder: Path, *, layout: str, tensors: Mapping[str, Tensor] | None = None
     ) -> None:
-        """See ``save_head``."""
+        """Write the head to ``folder`` as a checkpoint of ``layout``; see ``save_head``."""
         save_head(
             self.head,
             folder,
@@ -372,7 +371,7 @@ class EagleTraining(HeadTraining):
 def eagle3_layout(
     config: Eagle3Config, target: PreTrainedModel, vocabulary: DraftVocabulary | None
 ) -> Eagle3Layout:
-    """Of the fresh head that a run asks for."""
+    """The layout of the fresh head that a run asks for."""
     return Eagle3Layout.fresh(
         target,
         head_shape(config),
@@ -402,7 +401,7 @@ class Eagle3Training(HeadTraining):
         return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
 
 
-# Targets by model_type whose own modules follow DeepSeek's equations.
+# Targets by model_type whose own modules use DeepSeek's equations.
 DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe")
 
 

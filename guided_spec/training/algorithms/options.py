@@ -1,6 +1,6 @@
 """Options of the algorithms: what they share, and those of each.
 
-They stand apart from the algorithms, which load torch: a command's help reads them.
+They are separate from the algorithms, which load torch: a command's help reads them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DFlashConfig(ShapeOptions):
 
     ttt_steps: int = option("Draft tokens of a block; its last token is one more.", default=15)
     ttt_step_loss_decay: float = option(
-        "Weight of a place's loss, relative to the one before.", default=0.87
+        "Weight of a position's loss, relative to the one before.", default=0.87
     )
     init: str | None = option("A DFlash head to go on from; a folder or hub id.", default=None)
     anchors: int = option("Blocks of a document in a step at most, drawn anew.", default=128)
@@ -79,9 +79,9 @@ class DFlashConfig(ShapeOptions):
 class DSparkConfig(DFlashConfig):
     """What a head looks like, and how it is trained."""
 
-    ttt_steps: int = option("Draft tokens of a block, its last token among its places.", default=7)
+    ttt_steps: int = option("Draft tokens of a block, its last one included.", default=7)
     ttt_step_loss_decay: float = option(
-        "Weight of a place's loss, relative to the one before.", default=0.78
+        "Weight of a position's loss, relative to the one before.", default=0.78
     )
     init: str | None = option("A DSpark head to go on from; a folder or hub id.", default=None)
     markov_rank: int = option("Rank of what the token before adds to the scores.", default=256)
@@ -128,8 +128,8 @@ class Eagle3Config(ShapeOptions):
     )
     norm_before_fc: bool = option("Norm over all that the first projection reads.", default=False)
     fc_norm: bool = option("A norm for each layer it reads instead.", default=False)
-    norm_before_residual: bool = option("Residual stream from behind the norm.", default=False)
-    norm_output: bool = option("Recycle what is behind the final norm (EAGLE 3.1).", default=False)
+    norm_before_residual: bool = option("Residual stream from after the norm.", default=False)
+    norm_output: bool = option("Recycle the output of the final norm (EAGLE 3.1).", default=False)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PEagleConfig(Eagle3Config):
     ttt_steps: int = option("Draft tokens that are trained ahead, at once.", default=8)
     init: str | None = option("A P-EAGLE head to go on from; a folder or hub id.", default=None)
     anchors: int = option(
-        "Places of a document behind which masks are drafted in a step at most, drawn anew.",
+        "Most positions of a document after which a step drafts masks; drawn anew each step.",
         default=128,
     )
     mask_token_id: int | None = option(

@@ -1,7 +1,7 @@
 """Batches of documents: like lengths together, in an order that can be repeated, with mask rows.
 
-The rows say which tokens a grammar lets stand at each place of an answer. They are made where the
-batches are: in the worker processes of a data loader, next to the training.
+The rows say which tokens the grammar allows at each position of a response. The worker processes of
+the data loader make them, together with the batches.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TokenBatches(Sampler[list[int]]):
         self._first = count
 
     def largest(self) -> list[int]:
-        """The batch of this epoch that takes the most memory: most places, then widest."""
+        """The batch of this epoch that takes the most memory: most padded tokens, then widest."""
 
         def size(batch: NDArray[np.int64]) -> tuple[int, int]:
             width = padded_length(int(self._lengths[batch].max()))
@@ -140,7 +140,7 @@ class TokenBatches(Sampler[list[int]]):
 class Collator:
     """Pads documents on the right and makes their masks; for ``DataLoader(collate_fn=...)``.
 
-    masks: None leaves every answer free, as if no document had a grammar.
+    masks: None leaves every response free, as if no document had a grammar.
     vocab_size: the width of the target's logits; only needed, and then required, without ``masks``.
 
     Raises ConfigError without both.
@@ -180,13 +180,13 @@ class Collator:
     def _fill(self, rows: Sequence[Mapping[str, Any]], mask_rows: Tensor) -> Tensor:
         """The bitmask; ``mask_rows`` is written."""
         masks = self.masks
-        answers = [
-            (at, row["input_ids"], int(row["answer_start"]), str(row["grammar"]))
+        responses = [
+            (at, row["input_ids"], int(row["response_start"]), str(row["grammar"]))
             for at, row in enumerate(rows)
             if masks is not None and row["grammar"]
         ]
-        table = MaskTable(sum(len(ids) - start for _, ids, start, _ in answers), self.vocab_size)
-        for at, input_ids, start, grammar in answers:
+        table = MaskTable(sum(len(ids) - start for _, ids, start, _ in responses), self.vocab_size)
+        for at, input_ids, start, grammar in responses:
             assert masks is not None
             slots = masks.fill(table, input_ids, start, grammar)
             if slots is not None:
@@ -227,7 +227,7 @@ class MaskTable:
     def add(self, matcher: GrammarMatcher) -> int:
         """The row of what may come next; does not move the matcher, which must not be terminated.
 
-        It is filled in place: a row that turns out to be there already is filled over next time.
+        It is filled at the end of the table; the next call overwrites it if it equals another row.
         """
         slot = len(self._keys)
         if not matcher.fill_next_token_bitmask(self._memory, slot):
@@ -258,15 +258,15 @@ class MaskTable:
 
 
 class GrammarMasks:
-    """Mask rows of tokenized answers; may be pickled, and used after a fork.
+    """Mask rows of tokenized responses; may be pickled, and used after a fork.
 
     Each process makes its own backend when it first needs one: compiled grammars do not travel.
 
     cache_size: compiled grammars, and failures, that are remembered; the least recently used goes
         first.
 
-    ``rejected`` counts the answers that did not satisfy their grammar, ``failed`` the grammars that
-    did not compile, both in this process; the first of each is logged as a warning.
+    ``rejected`` counts the responses that did not satisfy their grammar, ``failed`` the grammars
+    that did not compile, both in this process; the first of each is logged as a warning.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, cache_size: int = 256) -> None:
@@ -293,14 +293,13 @@ class GrammarMasks:
         self,
         table: MaskTable,
         input_ids: Sequence[int] | NDArray[np.int64],
-        answer_start: int,
+        response_start: int,
         grammar: str,
     ) -> list[int] | None:
-        """Rows of ``table``, [n]: which tokens may stand at each place from ``answer_start`` on.
+        """Rows of ``table``, [n]: the legal tokens at each position from ``response_start`` on.
 
         None, and the table is left as it was, where there is no grammar, where it does not compile,
-        and where the answer does not satisfy it. An answer that is cut before its end satisfies it
-        so far.
+        and where the response does not satisfy it. A response may be cut before its end.
         """
         compiled = self.compile(grammar)
         if compiled is None:
@@ -308,13 +307,13 @@ class GrammarMasks:
         length = len(table)
         matcher = compiled.new_matcher()
         slots: list[int] = []
-        for token_id in map(int, input_ids[answer_start:]):
+        for token_id in map(int, input_ids[response_start:]):
             slot = None if matcher.is_terminated() else table.add(matcher)
             # The mask decides: ``accept_token`` may admit more, and refuses some tokens noisily.
             is_legal = slot is not None and table.allows(slot, token_id)
             if slot is None or not is_legal or not matcher.accept_token(token_id):
                 table.truncate(length)
-                self._reject(grammar, place=len(slots))
+                self._reject(grammar, position=len(slots))
                 return None
             slots.append(slot)
         return slots
@@ -337,11 +336,11 @@ class GrammarMasks:
         except GrammarError as error:
             self.failed += 1
             if self.failed == 1:
-                logger.warning("a grammar does not compile, its answers count as free: %s", error)
+                logger.warning("a grammar does not compile, its responses count as free: %s", error)
             return None
 
-    def _reject(self, grammar: str, *, place: int) -> None:
+    def _reject(self, grammar: str, *, position: int) -> None:
         self.rejected += 1
         if self.rejected == 1:
-            text = "an answer leaves its grammar at token %d and counts as free text: %.200s"
-            logger.warning(text, place, grammar)
+            text = "a response leaves its grammar at token %d and counts as free text: %.200s"
+            logger.warning(text, position, grammar)

@@ -1,8 +1,8 @@
 """The documents of a run: written anew if asked for, tokenized, split, and cut into batches.
 
-A draft learns most from texts that its target would write: so answers can be written anew by the
-target, under each record's own grammar. Which of the target's tokens a draft with a smaller
-vocabulary scores is counted here too.
+A draft learns most from texts that its target would write: so the target can write the responses
+anew, under each record's own grammar. This module also counts which of the target's tokens a draft
+with a smaller vocabulary should score.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from guided_spec.training.data.dataset import (
 )
 from guided_spec.training.data.endpoint import Endpoint
 from guided_spec.training.data.records import (
-    ANSWER_NAMES,
     CHAT_NAMES,
+    RESPONSE_NAMES,
     SHAREGPT_ROLES,
     Example,
     Line,
@@ -65,11 +65,11 @@ CALL_RECORDS = 512  # a call's last requests run alone: it is worth many batches
 
 
 class Writer(Protocol):
-    """Who writes answers: an ``LLM``, or an ``Endpoint``."""
+    """What writes the responses: an ``LLM``, or an ``Endpoint``."""
 
     @property
     def tokenizer(self) -> Any:
-        """The target's."""
+        """The tokenizer of the target that writes."""
 
     def generate(
         self, prompts: Any, params: Sequence[SamplingParams], *, on_error: OnError
@@ -93,10 +93,10 @@ def regenerate(
     *,
     limit: int | None = None,
 ) -> Regenerated:
-    """Write the records of ``paths``, see ``read_lines``, to ``output`` with the writer's answers.
+    """Copy the records of ``paths`` to ``output`` with responses from ``writer``.
 
-    The answer of a prompt becomes its ``response``; in a chat it replaces the assistant's last
-    message, or follows the user's. Everything else is kept, and so is the order. Only whole answers
+    A prompt gets its text as ``response``; in a chat it replaces the assistant's last message, or
+    comes after the user's. Everything else is kept, and so is the order. Only complete responses
     are written: requests that fail and texts that were cut are left out and counted.
 
     params: for every request; the grammar is the record's where it has one, and a seed is that of
@@ -118,7 +118,7 @@ def regenerate(
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
         while chunk := list(islice(lines, CALL_RECORDS)):
-            for reason, record, problem in _answer(chunk, writer, params, done):
+            for reason, record, problem in _generate(chunk, writer, params, done):
                 if problem and not counts["error"]:
                     logger.warning("left out, and maybe others after it: %s", problem)
                 counts[reason] += 1
@@ -128,7 +128,7 @@ def regenerate(
     return Regenerated(counts["stop"], counts["error"], counts["length"])
 
 
-class _Answered(NamedTuple):
+class _Generated(NamedTuple):
     """reason: the request's finish reason. record: None unless it is "stop". problem: the error."""
 
     reason: str
@@ -136,9 +136,9 @@ class _Answered(NamedTuple):
     problem: str
 
 
-def _answer(
+def _generate(
     lines: Sequence[Line], writer: Writer, params: SamplingParams, done: int
-) -> Iterator[_Answered]:
+) -> Iterator[_Generated]:
     examples = [_read(line) for line in lines]
     encoder = PromptEncoder(writer.tokenizer, len(writer.tokenizer), sys.maxsize)
     prompts: list[Any] = [encode_prompt(example, encoder) for example in examples]
@@ -153,25 +153,25 @@ def _answer(
     outputs = writer.generate(prompts, asked, on_error="return")
     for line, output in zip(lines, outputs, strict=True):
         is_whole = output.is_complete
-        record = _with_answer(line.record, output.text) if is_whole else None
-        problem = "" if output.error is None else f"{line.place}: {output.error}"
-        yield _Answered(output.finish_reason, record, problem)
+        record = _with_response(line.record, output.text) if is_whole else None
+        problem = "" if output.error is None else f"{line.source}: {output.error}"
+        yield _Generated(output.finish_reason, record, problem)
 
 
 def _read(line: Line) -> Example:
     try:
         example = read_example(line.record)
     except GuidedSpecError as error:
-        raise ConfigError("data", line.place, str(error)) from error
+        raise ConfigError("data", line.source, str(error)) from error
     if example.prompt is None:
-        raise ConfigError("data", line.place, "has no prompt: there is nothing to answer")
+        raise ConfigError("data", line.source, "has no prompt: there is nothing to answer")
     return example
 
 
-def _with_answer(record: dict[str, Any], text: str) -> dict[str, Any]:
+def _with_response(record: dict[str, Any], text: str) -> dict[str, Any]:
     name = next(name for name in CHAT_NAMES if record.get(name) is not None)
     turns = record[name]
-    kept = {key: value for key, value in record.items() if key not in ANSWER_NAMES}
+    kept = {key: value for key, value in record.items() if key not in RESPONSE_NAMES}
     if isinstance(turns, str):
         return {**kept, "response": text}
     last = turns[-1]
@@ -186,11 +186,11 @@ def _with_answer(record: dict[str, Any], text: str) -> dict[str, Any]:
 
 CHUNK = 1024
 LONGEST_WALK = 256
-CLOSING = b'"]}'  # without a liking for these, a walk never leaves its first string
+CLOSING = b'"]}'  # unless these are preferred, a random text never leaves its first string
 
 
 def count_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
-    """int64 [V]: how often each token stands in an answer of ``dataset``.
+    """int64 [V]: how often each token occurs in the responses of ``dataset``.
 
     Raises ConfigError for a token at or past ``vocab_size``.
     """
@@ -210,14 +210,14 @@ def forced_tokens(
 ) -> set[int]:
     """Tokens that grammars of ``dataset`` can force: a draft without them has no legal one there.
 
-    Looked for at every place of the first ``limit`` answers, and on ``walks`` random walks of up to
-    256 tokens through each of their grammars. A sample: there may be more of them.
+    Looks at every position of the first ``limit`` responses, and at ``walks`` random texts of up to
+    256 tokens of each of their grammars. A sample: there may be more of them.
     """
     found: set[int] = set()
     grammars: dict[str, None] = {}
     for row in dataset.select(range(min(limit, len(dataset)))):
         grammar = str(row["grammar"])
-        start = int(row["answer_start"])
+        start = int(row["response_start"])
         table = MaskTable(len(row["input_ids"]) - start, masks.vocabulary.vocab_size)
         masks.fill(table, row["input_ids"], start, grammar)
         found.update(only_legal_token(table.rows()).tolist())
@@ -227,7 +227,7 @@ def forced_tokens(
         compiled = masks.compile(grammar)
         if compiled is not None:
             for _ in range(walks):
-                found.update(_walk(compiled, masks.vocabulary, dice))
+                found.update(_sample_forced(compiled, masks.vocabulary, dice))
     return found - {-1}
 
 
@@ -261,10 +261,10 @@ def _flat(column: object) -> NDArray[np.int64]:
     return flat
 
 
-def _walk(
+def _sample_forced(
     compiled: CompiledGrammar, vocabulary: Vocabulary, dice: np.random.Generator
 ) -> Sequence[int]:
-    """The tokens that were the only legal one along a random text of the grammar."""
+    """Tokens that were the only legal one somewhere in a random text of the grammar."""
     closing = [token for token in vocabulary.single_byte_ids[list(CLOSING)] if token >= 0]
     matcher = compiled.new_matcher()
     found: list[int] = []
@@ -307,7 +307,7 @@ class Corpus:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Corpus:
-        """Read ``options.data``, the answers written anew first where that is asked for.
+        """Read ``options.data``; with ``options.regenerate`` the target writes responses first.
 
         Raises ConfigError for data that cannot be used.
         """
@@ -362,10 +362,10 @@ class Corpus:
 
     def decode_items(self, limit: int) -> list[WorkItem]:
         """The first ``limit`` held-out documents that have a prompt, as requests."""
-        rows = (row for row in self.heldout if row["answer_start"] > 0)
+        rows = (row for row in self.heldout if row["response_start"] > 0)
         return [
             WorkItem(
-                [int(token) for token in row["input_ids"][: int(row["answer_start"])]],
+                [int(token) for token in row["input_ids"][: int(row["response_start"])]],
                 read_grammar_text(str(row["grammar"])),
             )
             for row in islice(rows, limit)
@@ -399,7 +399,7 @@ def _regenerate(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Path]:
-    """Each process writes the answers of its share; returns all their files. Kept for a resume."""
+    """Each process writes the responses of its share; returns all files. Kept for a resume."""
     folder = Path(options.output) / "regenerated"
     rank, world = accelerator.process_index, accelerator.num_processes
     paths = [folder / f"part_{part}_of_{world}.jsonl" for part in range(world)]

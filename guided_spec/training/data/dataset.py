@@ -3,10 +3,10 @@
 The columns ``input_ids``, ``loss_mask`` and ``seq_len`` are named as in the prepared datasets of
 speculators.
 
-One record as token ids, and which of them are answers.
+One record as token ids, and which of them belong to responses.
 
-Prompts and answers are tokenized apart, as they are when the target is served: the prompt alone
-first, the answer token by token after it. A token that would reach across the border never occurs.
+Prompts and responses are tokenized apart, as in serving: the prompt first, the response after it.
+So no token spans the border between them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ MARKS = re.compile(r"{%-?\s*generation\b")  # in a chat template: what follows i
 class Encoded(NamedTuple):
     """A document of T tokens.
 
-    loss_mask: T entries, whether a token belongs to an answer; never the first token.
-    answer_start: where the last answer begins, T if there is none.
-    grammar: what the last answer has to match, None for free text.
+    loss_mask: T entries, whether a token belongs to a response; never the first token.
+    response_start: where the last response begins, T if there is none.
+    grammar: what the last response has to match, None for free text.
     """
 
     input_ids: list[int]
     loss_mask: list[bool]
-    answer_start: int
+    response_start: int
     grammar: GrammarSpec | None
 
 
@@ -65,44 +65,45 @@ class Segment(NamedTuple):
     """A piece of a document that is tokenized by itself."""
 
     token_ids: list[int]
-    is_answer: bool
+    is_response: bool
 
 
 def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[int]) -> Encoded:
     """Tokenize a record of one of the shapes that ``read_example`` reads, or read its tokens.
 
-    stop_ids: the tokens that end an answer, at least one. The last answer is cut after its first
-        one, and gets one where it has none. In earlier answers what follows it is no answer.
+    stop_ids: the tokens that end a response, at least one. The last response is cut after its first
+        stop token; one without a stop token gets one. In earlier responses the tokens after the
+        first stop token are not trained on.
 
-    Every answer of a chat counts. Which text that is says the chat template, where it marks what is
-    generated. Where it does not, only the last one counts if the template writes earlier
-    turns in another way once later ones follow: their tokens are not those that were generated.
+    Every response of a chat is trained on. The chat template says which text that is, if it marks
+    what is generated. If it does not, and if it writes earlier turns differently once later turns
+    exist, only the last response is trained on: earlier ones have other tokens than were generated.
 
-    ``input_ids`` are taken as they are, up to the end of the last answer. ``loss_mask`` says which
-    of them are answers, or ``labels``, which are -100 elsewhere; a grammar is that of the last run.
-    Raises ConfigError for a record that cannot be read, PromptError for a prompt without tokens
-    and for a chat that the template refuses.
+    ``input_ids`` are taken as they are, up to the end of the last response. ``loss_mask`` says
+    which of them are responses, or ``labels``, which are -100 elsewhere; a grammar is that of the
+    last run. Raises ConfigError for a record that cannot be read, PromptError for a prompt without
+    tokens and for a chat that the template refuses.
     """
     if record.get("input_ids") is not None:
-        return _given(record, len(tokenizer), _Stops(tokenizer, stop_ids))
+        return _encode_tokens(record, len(tokenizer), _Stops(tokenizer, stop_ids))
     example = read_example(record)
     encoder = PromptEncoder(tokenizer, len(tokenizer), sys.maxsize)
     if example.prompt is None:
-        segments = _text_segments(str(example.answer), tokenizer)
+        segments = _text_segments(str(example.response), tokenizer)
     elif isinstance(example.prompt, str):
-        segments = [Segment(encoder.encode(example.prompt), is_answer=False)]
-        if isinstance(example.answer, str):
-            answer = _continuation(tokenizer, example.answer)
-            segments.append(Segment(answer, is_answer=True))
+        segments = [Segment(encoder.encode(example.prompt), is_response=False)]
+        if isinstance(example.response, str):
+            response = _continuation(tokenizer, example.response)
+            segments.append(Segment(response, is_response=True))
     else:
         segments = _chat_segments(example, encoder, tokenizer)
-    # After the last answer there may be a question that nobody answered.
-    grammar = None if example.answer is None else example.grammar
+    # The chat may end with a question that has no response.
+    grammar = None if example.response is None else example.grammar
     return _join(segments, grammar, _Stops(tokenizer, stop_ids))
 
 
 def encode_prompt(example: Example, encoder: PromptEncoder) -> list[int]:
-    """What is asked, as an engine would read it, and with the tools that the template is told of.
+    """The token ids of the prompt as an engine reads it; the template gets the example's tools.
 
     The example has a prompt. Raises PromptError.
     """
@@ -113,11 +114,13 @@ def encode_prompt(example: Example, encoder: PromptEncoder) -> list[int]:
 
 
 class _Stops:
-    """The tokens that end an answer, and which of them to write."""
+    """The tokens that end a response, and which of them to write."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         if not stop_ids:
-            raise ConfigError("stop_ids", stop_ids, "must be at least one token: answers end in it")
+            raise ConfigError(
+                "stop_ids", stop_ids, "must be at least one token: responses end in it"
+            )
         preferred = getattr(tokenizer, "eos_token_id", None)
         self._ids = frozenset(stop_ids)
         self.written = preferred if preferred in self._ids else min(self._ids)
@@ -130,32 +133,32 @@ class _Stops:
 def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -> Encoded:
     input_ids: list[int] = []
     loss_mask: list[bool] = []
-    answer_start = sum(len(segment.token_ids) for segment in segments)
-    for index, (token_ids, is_answer) in enumerate(segments):
+    response_start = sum(len(segment.token_ids) for segment in segments)
+    for index, (token_ids, is_response) in enumerate(segments):
         length = len(token_ids)
-        if is_answer:
+        if is_response:
             length = stops.length(token_ids) or length
             if index == len(segments) - 1:
-                answer_start = len(input_ids)
+                response_start = len(input_ids)
                 token_ids = token_ids[:length]
                 if stops.length(token_ids) is None:
                     token_ids = [*token_ids, stops.written]
                 length = len(token_ids)
         input_ids += token_ids
-        loss_mask += [is_answer and at < length for at in range(len(token_ids))]
+        loss_mask += [is_response and at < length for at in range(len(token_ids))]
     loss_mask[:1] = [False]
-    return Encoded(input_ids, loss_mask, answer_start, grammar)
+    return Encoded(input_ids, loss_mask, response_start, grammar)
 
 
-def _given(record: Mapping[str, Any], vocab_size: int, stops: _Stops) -> Encoded:
-    """Of a record of tokens. What follows the end of an answer in its run is no answer."""
+def _encode_tokens(record: Mapping[str, Any], vocab_size: int, stops: _Stops) -> Encoded:
+    """Encode a record of tokens; those of a run after its first stop token are not trained on."""
     refuse_unknown(record, RECORD_KEYS)
     input_ids = _numbers(record, "input_ids")
     wrong = [token for token in input_ids if not 0 <= token < vocab_size]
     if wrong:
         fix = f"holds token {wrong[0]}, and the target's tokenizer has {vocab_size}"
         raise ConfigError("input_ids", f"{len(input_ids)} of them", fix)
-    loss_mask = _given_mask(record, input_ids)
+    loss_mask = _token_loss_mask(record, input_ids)
     loss_mask[:1] = [False]
     starts = [at for at, here in enumerate(loss_mask) if here and not loss_mask[at - 1]]
     end = 0
@@ -164,14 +167,14 @@ def _given(record: Mapping[str, Any], vocab_size: int, stops: _Stops) -> Encoded
         kept = start + (stops.length(input_ids[start:end]) or end - start)
         loss_mask[kept:end] = [False] * (end - kept)
         end = kept
-    answer_start = starts[-1] if starts else 0
-    return Encoded(input_ids[:end], loss_mask[:end], answer_start, read_grammar(record))
+    response_start = starts[-1] if starts else 0
+    return Encoded(input_ids[:end], loss_mask[:end], response_start, read_grammar(record))
 
 
-def _given_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bool]:
+def _token_loss_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bool]:
     given = [name for name in ("loss_mask", "labels") if record.get(name) is not None]
     if len(given) != 1:
-        fix = "need one of loss_mask and labels beside them, which says what is trained on"
+        fix = "need one of loss_mask and labels next to them, which says what is trained on"
         raise ConfigError("input_ids", f"{len(input_ids)} of them", fix)
     values = _numbers(record, given[0])
     if len(values) != len(input_ids):
@@ -181,7 +184,7 @@ def _given_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bool]:
         return [bool(value) for value in values]
     shifted = [at for at, value in enumerate(values) if value not in (UNTRAINED, input_ids[at])]
     if shifted:
-        fix = f"must be the tokens of input_ids at the same places, or {UNTRAINED}"
+        fix = f"must be the tokens of input_ids at the same positions, or {UNTRAINED}"
         raise ConfigError("labels", values[shifted[0]], fix)
     return [value != UNTRAINED for value in values]
 
@@ -197,25 +200,25 @@ def _text_segments(text: str, tokenizer: Any) -> list[Segment]:
     token_ids = text_ids(tokenizer, text)
     start = int(bool(token_ids) and token_ids[0] == getattr(tokenizer, "bos_token_id", None))
     return [
-        Segment(token_ids[:start], is_answer=False),
-        Segment(token_ids[start:], is_answer=True),
+        Segment(token_ids[:start], is_response=False),
+        Segment(token_ids[start:], is_response=True),
     ]
 
 
 def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> list[Segment]:
     assert isinstance(example.prompt, list)
     messages = [*example.prompt]
-    if isinstance(example.answer, Mapping):
-        messages.append(example.answer)
+    if isinstance(example.response, Mapping):
+        messages.append(example.response)
     known = {} if example.tools is None else {"tools": example.tools}
 
     def prompt_ids(until: int) -> list[int]:
         return encoder.encode_rendered(encoder.render(messages[:until], **known))
 
-    # A chat cannot begin with an answer: nothing would be asked.
+    # A chat cannot begin with a response: it would have no prompt.
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
     if not turns:
-        return [Segment(prompt_ids(len(messages)), is_answer=False)]
+        return [Segment(prompt_ids(len(messages)), is_response=False)]
     messages = messages[: turns[-1] + 1]
     if MARKS.search(str(tokenizer.chat_template)):
         return _marked_segments(messages, encoder, tokenizer, known)
@@ -225,19 +228,19 @@ def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> 
     ends = [encoder.render(messages[: turn + 1], **settings) for turn in turns[:-1]] + [whole]
     borders = [text for pair in zip(starts, ends, strict=True) for text in pair]
     if not _are_prefixes(borders, whole):
-        answer = _last_answer(messages[-1], starts[-1], whole)
+        response = _last_response(messages[-1], starts[-1], whole)
         return [
-            Segment(prompt_ids(len(messages) - 1), is_answer=False),
-            Segment(_continuation(tokenizer, answer), is_answer=True),
+            Segment(prompt_ids(len(messages) - 1), is_response=False),
+            Segment(_continuation(tokenizer, response), is_response=True),
         ]
-    segments = [Segment(prompt_ids(turns[0]), is_answer=False)]
+    segments = [Segment(prompt_ids(turns[0]), is_response=False)]
     return segments + _cut(whole, [len(text) for text in borders], tokenizer)
 
 
 def _marked_segments(
     messages: Sequence[Message], encoder: PromptEncoder, tokenizer: Any, known: Mapping[str, Any]
 ) -> list[Segment]:
-    """By the spans that the template itself marks as generated.
+    """The segments of a chat, by the spans that its template marks as generated.
 
     Raises PromptError for a template that marks none of a chat.
     """
@@ -254,16 +257,16 @@ def _marked_segments(
         raise PromptError(f"prompt: the chat template refused it: {error}") from error
     whole, spans = rendered[0], found[0]
     if not spans:
-        raise PromptError("prompt: the chat template marks no answer of it as generated")
-    start = Segment(encoder.encode_rendered(whole[: spans[0][0]]), is_answer=False)
+        raise PromptError("prompt: the chat template marks no response of it as generated")
+    start = Segment(encoder.encode_rendered(whole[: spans[0][0]]), is_response=False)
     return [start, *_cut(whole, [border for span in spans for border in span], tokenizer)]
 
 
 def _cut(whole: str, borders: Sequence[int], tokenizer: Any) -> list[Segment]:
-    """The text between places in it: the first piece is an answer, and so is every second."""
+    """The pieces of text between ``borders``: the first is a response, and so is every second."""
     pieces = zip(borders, borders[1:], strict=False)
     return [
-        Segment(_continuation(tokenizer, whole[start:end]), is_answer=number % 2 == 0)
+        Segment(_continuation(tokenizer, whole[start:end]), is_response=number % 2 == 0)
         for number, (start, end) in enumerate(pieces)
     ]
 
@@ -273,7 +276,7 @@ def _are_prefixes(texts: Sequence[str], whole: str) -> bool:
     return lengths == sorted(lengths) and all(whole.startswith(text) for text in texts)
 
 
-def _last_answer(message: Message, prompt: str, whole: str) -> str:
+def _last_response(message: Message, prompt: str, whole: str) -> str:
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     content = message.get("content")
@@ -284,13 +287,13 @@ def _last_answer(message: Message, prompt: str, whole: str) -> str:
 
 
 def _continuation(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that stands after another one."""
+    """The tokens of a text that comes after another one."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])
 
-    alone, behind = encode("x"), encode("\nx")
-    if behind[-len(alone) :] != alone:
+    alone, joined = encode("x"), encode("\nx")
+    if joined[-len(alone) :] != alone:
         for anchor in ANCHORS:
             head, both = encode(anchor), encode(anchor + text)
             if both[: len(head)] == head:
@@ -320,11 +323,11 @@ def load_examples(
 ) -> Dataset:
     """Read and tokenize the records of ``read_lines``; all tokens stay in memory.
 
-    max_length: tokens that a document may have; longer ones, and those without an answer, are left
+    max_length: tokens that a document may have; longer ones, and those without a response, are left
         out, and a warning tells how many. limit: documents at most.
 
     Columns: ``input_ids`` int64 [T]; ``loss_mask`` bool [T], see ``Encoded``; ``seq_len`` T;
-    ``answer_start``; ``grammar``, a text for ``read_grammar_text``, "" for none; ``index``, the
+    ``response_start``; ``grammar``, a text for ``read_grammar_text``, "" for none; ``index``, the
     record's number in the data from 0 on, those that are left out counted. Rows hold numpy arrays.
 
     Raises ConfigError naming file and line for a record that cannot be used, and where no document
@@ -347,7 +350,7 @@ def load_examples(
             if len(rows) == CHUNK:
                 chunks.append(_chunk(library, rows))
                 rows = []
-    left_out = f"{too_long} longer than {max_length} tokens, {unanswered} without an answer"
+    left_out = f"{too_long} longer than {max_length} tokens, {unanswered} without a response"
     if not kept:
         fix = f"no document to train on ({left_out}): pass other files, or raise max_length"
         raise ConfigError("data", [str(path) for path in paths], fix)
@@ -383,7 +386,7 @@ def write_grammar_text(grammar: GrammarSpec | None) -> str:
 
 
 def read_grammar_text(text: str) -> GrammarSpec | None:
-    """The inverse of ``write_grammar_text``."""
+    """The grammar in a text of ``write_grammar_text``; None for ""."""
     if not text:
         return None
     fields = json.loads(text)
@@ -394,11 +397,11 @@ def read_grammar_text(text: str) -> GrammarSpec | None:
 def _encode_all(
     paths: Sequence[str | Path], tokenizer: Any, stop_ids: Sequence[int]
 ) -> Iterator[Encoded]:
-    for place, record in read_lines(paths):
+    for source, record in read_lines(paths):
         try:
             yield encode_record(record, tokenizer, stop_ids)
         except GuidedSpecError as error:
-            raise ConfigError("data", place, str(error)) from error
+            raise ConfigError("data", source, str(error)) from error
 
 
 def _row(encoded: Encoded, index: int) -> dict[str, Any]:
@@ -406,7 +409,7 @@ def _row(encoded: Encoded, index: int) -> dict[str, Any]:
         "input_ids": encoded.input_ids,
         "loss_mask": encoded.loss_mask,
         "seq_len": len(encoded.input_ids),
-        "answer_start": encoded.answer_start,
+        "response_start": encoded.response_start,
         "grammar": write_grammar_text(encoded.grammar),
         "index": index,
     }
@@ -418,7 +421,7 @@ def _chunk(library: Any, rows: list[dict[str, Any]]) -> Any:
         input_ids=library.List(number),
         loss_mask=library.List(library.Value("bool")),
         seq_len=number,
-        answer_start=number,
+        response_start=number,
         grammar=library.Value("string"),
         index=number,
     )

@@ -1,4 +1,4 @@
-"""A running server with OpenAI's interface, which writes answers in the place of an ``LLM``."""
+"""A running server with OpenAI's interface, which writes responses instead of an ``LLM``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Endpoint:
     """``generate`` by a server that knows vLLM's ``structured_outputs``: vLLM, or ours.
 
     url: as OpenAI's clients take it, up to ``/v1``. The model is the first that is served there.
-    tokenizer: of that model. option: that ``url`` was given by, for errors. at_once: requests.
+    tokenizer: of that model. option: the one that holds ``url``, for errors. at_once: requests.
         The environment variable ``OPENAI_API_KEY`` holds the key, if there is one.
 
     Raises ConfigError where nothing answers, and where httpx is not installed.
@@ -63,11 +63,11 @@ class Endpoint:
         *,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """As ``LLM.generate``, for token ids; outputs have text, an error, and of
+        """``LLM.generate`` for token ids; outputs have text, an error, and of
         tokens their number alone.
 
         Raises ConfigError for parameters besides ``max_tokens``, ``temperature``, ``seed`` and
-        ``grammar``, and where the server does not answer any more.
+        ``grammar``, and where the server stops responding.
         """
         for one in params:
             if one != SamplingParams(**_sent(one)):
@@ -83,7 +83,7 @@ class Endpoint:
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """What the server answers to the body of a completion by its model.
 
-        Raises RequestError, with its reason, where it refuses, and ConfigError without an answer.
+        Raises RequestError, with its reason, where it refuses, and ConfigError if it is down.
         """
         reply = self._send("POST", f"{self.url}/completions", {"model": self._model, **body})
         if reply.is_error:
@@ -92,7 +92,7 @@ class Endpoint:
         return answer
 
     def metrics(self) -> str:
-        """What the server says at ``/metrics``, which stands next to ``/v1``.
+        """The text of the server's ``/metrics``, which is next to ``/v1``.
 
         Raises ConfigError where it says nothing.
         """

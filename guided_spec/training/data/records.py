@@ -28,7 +28,7 @@ GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
     "structural_tag": GrammarSpec.structural_tag,
     "response_format": GrammarSpec.from_response_format,
 }
-# What may stand next to which of them.
+# The options of each of them.
 SETTINGS = {
     "any_whitespace": "schema",
     "unsupported": "schema",
@@ -42,11 +42,11 @@ GRAMMAR_KEYS = (*GRAMMARS, *SETTINGS, "after", "reasoning_budget")
 NOTE_KEYS = ("id", "kind", "metadata", "source")
 """What a record may say of itself; nothing reads it."""
 
-ANSWER_NAMES = ("response", "completion", "answer")
-"""Where the answer to a prompt stands; the first one that is there counts."""
+RESPONSE_NAMES = ("response", "completion", "answer")
+"""The keys that may hold the response to a prompt; the first one that is there counts."""
 
 CHAT_NAMES = ("messages", "conversations", "prompt")
-"""Where a chat may stand; the first one that is there counts."""
+"""The keys that may hold a chat; the first one that is there counts."""
 
 TOKEN_KEYS = ("input_ids", "loss_mask", "labels", "seq_len")
 """What a record holds that is tokenized already; see ``encode_record``."""
@@ -62,13 +62,13 @@ RECORD_KEYS = frozenset(
         *CHAT_NAMES,
         "text",
         "tools",
-        *ANSWER_NAMES,
+        *RESPONSE_NAMES,
         *TOKEN_KEYS,
         *GRAMMAR_KEYS,
         *NOTE_KEYS,
     }.difference(REFUSED)
 )
-"""All that may stand in a record."""
+"""All keys that a record may have."""
 
 SHAREGPT_ROLES = {
     "assistant": "assistant",
@@ -84,7 +84,7 @@ SHAREGPT_ROLES = {
 
 
 def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
-    """What a record asks of its answer, by the keys of ``GRAMMAR_KEYS``; None for free text.
+    """The grammar of a record's response, from the keys ``GRAMMAR_KEYS``; None for free text.
 
     At most one of ``schema``, ``regex``, ``choice``, ``ebnf``, ``lark``, ``structural_tag`` and
     ``response_format``; each is the argument of its constructor of ``GrammarSpec``, and so are
@@ -123,15 +123,15 @@ def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 class Example(NamedTuple):
-    """One document: what is asked, what is answered, and what the answer has to match.
+    """One document: its prompt, its response, and the grammar that the response has to match.
 
-    prompt: text, or chat messages without the answer; None where all of the text is the answer.
-    answer: text, or the assistant's last message of a chat; None where there is none yet.
-    tools: what the chat template is told that the assistant may call; None for nothing.
+    prompt: text, or chat messages without the response; None where all of the text is the response.
+    response: text, or the assistant's last message of a chat; None where there is none yet.
+    tools: those that the chat template offers to the assistant; None for none.
     """
 
     prompt: str | list[Message] | None
-    answer: str | Message | None
+    response: str | Message | None
     grammar: GrammarSpec | None
     tools: list[Any] | None = None
 
@@ -140,9 +140,9 @@ def read_example(record: Mapping[str, Any]) -> Example:
     """Read a record in any of its shapes.
 
     ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
-    ``prompt``: text. Their answer is the assistant's last message or, after the prompt,
-    ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
-    all of it is the answer. ``tools``: of a chat, a list or its JSON. The grammar: see
+    ``prompt``: text. Their response is the assistant's last message or, after the prompt, one
+    of ``RESPONSE_NAMES``; one that is no text is written as JSON. ``text``:
+    all of it is the response. ``tools``: of a chat, a list or its JSON. The grammar: see
     ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS`` and for a
     record of tokens, which has no text.
     """
@@ -155,28 +155,30 @@ def read_example(record: Mapping[str, Any]) -> Example:
         fix = "are tokens, which are trained on as they are: to have them answered, pass their text"
         raise ConfigError("input_ids", f"{len(tokens)} of them", fix)
     grammar = read_grammar(record)
-    answer = _answer(record)
+    response = _response(record)
     chat, tools = _chat(record), _tools(record)
     if chat is not None:
         if chat[-1]["role"] == "assistant":
             return Example(chat[:-1], chat[-1], grammar, tools)
-        reply = None if answer is None else {"role": "assistant", "content": answer}
+        reply = None if response is None else {"role": "assistant", "content": response}
         return Example(chat, reply, grammar, tools)
     if tools is not None:
         raise ConfigError("tools", tools, "go with a chat: write the prompt as messages")
     if record.get("prompt") is not None:
-        return Example(_text("prompt", record["prompt"]), answer, grammar)
+        return Example(_text("prompt", record["prompt"]), response, grammar)
     if record.get("text") is not None:
         return Example(None, _text("text", record["text"]), grammar)
     fix = "has none of prompt, messages, conversations and text"
     raise ConfigError("record", sorted(record), fix)
 
 
-def _answer(record: Mapping[str, Any]) -> str | None:
-    for name in ANSWER_NAMES:
-        answer = record.get(name)
-        if answer is not None:
-            return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+def _response(record: Mapping[str, Any]) -> str | None:
+    for name in RESPONSE_NAMES:
+        response = record.get(name)
+        if response is not None:
+            return (
+                response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
+            )
     return None
 
 
@@ -226,9 +228,9 @@ Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One record. place: ``name:number``, for messages."""
+    """One record. source: where it is from, as ``name:number``, for error messages."""
 
-    place: str
+    source: str
     record: Record
 
 
@@ -245,7 +247,7 @@ def _chat_of(name: str) -> Callable[[Mapping[str, Any]], Record]:
 
 
 def _tool_calls(row: Mapping[str, Any]) -> Record:
-    """Of xLAM: calls as a JSON list, of the tools that were offered."""
+    """A row of xLAM as a record: calls as a JSON list, of the tools that were offered."""
     tools = json.loads(row["tools"])
     call = {
         "type": "object",
@@ -265,7 +267,7 @@ def _tool_calls(row: Mapping[str, Any]) -> Record:
 
 
 def _document(row: Mapping[str, Any]) -> Record:
-    """Of JSONSchemaBench: schemas alone, so that the target has to write the answers."""
+    """A row of JSONSchemaBench as a record: a schema alone, whose text the target writes."""
     prompt = f"Write a JSON document that satisfies this schema:\n{row['json_schema']}\n"
     message = {"role": "user", "content": prompt}
     return {"messages": [message], "schema": json.loads(row["json_schema"])}
@@ -322,19 +324,19 @@ def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    place = f"{path.name}:{number}"
-                    yield Line(place, _read_object(text, argument, place))
+                    source = f"{path.name}:{number}"
+                    yield Line(source, _read_object(text, argument, source))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(argument, str(path), f"cannot be read: {error}") from error
 
 
-def _read_object(text: str, argument: str, place: str) -> Record:
+def _read_object(text: str, argument: str, source: str) -> Record:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(argument, place, f"is not JSON: {error}") from error
+        raise ConfigError(argument, source, f"is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ConfigError(argument, place, "must be a JSON object")
+        raise ConfigError(argument, source, "must be a JSON object")
     return record
 
 

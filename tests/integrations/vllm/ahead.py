@@ -34,14 +34,16 @@ def steps(own: tabled_requests.TabledRequests) -> None:
         tokens = torch.zeros(count, DEPTH + 1, dtype=token_type)
         drafts = DraftMasks(masks, VOCAB_SIZE, lambda at, size: tokens[:size, at])  # noqa: B023
         own.commit(names, tokens, torch.zeros(count, dtype=count_type))
-        walk = own.start(names)
-        assert walk is not None
-        drafts.start([None] * count, DEPTH, walk=walk)
+        tabled = own.start(names)
+        assert tabled is not None
+        drafts.start([None] * count, DEPTH, tabled=tabled)
         for _ in range(DEPTH):
             drafts.turn()
             drafts.drawn()
         drafts.finish()
-        walk.mask(0, torch.empty(count, VOCAB_SIZE // 32 + tabled_requests.TAIL, dtype=torch.int32))
+        tabled.mask(
+            0, torch.empty(count, VOCAB_SIZE // 32 + tabled_requests.TAIL, dtype=torch.int32)
+        )
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def test_a_batch(dataset: Any, vocabulary: Vocabulary) -> None:
     assert (batch.bitmask[0] == -1).all()
     assert not batch.loss_mask[:, 0].any()
     for at, row in enumerate(rows):
-        length, start = len(row["input_ids"]), int(row["answer_start"])
+        length, start = len(row["input_ids"]), int(row["response_start"])
         assert batch.lengths[at] == length == row["seq_len"]
         assert batch.token_ids[at, :length].tolist() == row["input_ids"].tolist()
         assert batch.loss_mask[at, :length].tolist() == row["loss_mask"].tolist()

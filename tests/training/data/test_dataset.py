@@ -24,7 +24,7 @@ from guided_spec.training.data.dataset import (
     write_grammar_text,
 )
 
-COLUMNS = ["input_ids", "loss_mask", "seq_len", "answer_start", "grammar", "index"]
+COLUMNS = ["input_ids", "loss_mask", "seq_len", "response_start", "grammar", "index"]
 
 
 def load(paths: list[Path], tokenizer: Any, max_length: int = 2048, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def test_held_out_documents(
         assert row["input_ids"].tolist() == encoded.input_ids
         assert row["loss_mask"].tolist() == encoded.loss_mask
         assert row["seq_len"] == len(encoded.input_ids)
-        assert row["answer_start"] == encoded.answer_start
+        assert row["response_start"] == encoded.response_start
         assert read_grammar_text(row["grammar"]) == encoded.grammar
         assert row["index"] == number
     assert not caplog.records
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_told(
         dataset = load([path, path], tokenizer, 12)
     assert list(dataset["index"]) == [0, 3, 4, 5, 8, 9]  # files of hidden states have these numbers
     (warning,) = caplog.messages
-    assert warning == ("left out 4 of 10 documents: 2 longer than 12 tokens, 2 without an answer")
+    assert warning == ("left out 4 of 10 documents: 2 longer than 12 tokens, 2 without a response")
     assert len(load([path], tokenizer, 12, limit=2)) == 2
 
 
@@ -97,7 +97,7 @@ def test_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Any) -> None:
             row["input_ids"].tolist() == ids[:9]
         )  # token 0 ends a text: nothing is said behind it
         assert row["loss_mask"].tolist() == [bool(at in (2, 3, 7, 8)) for at in range(9)]
-        assert row["answer_start"] == 7
+        assert row["response_start"] == 7
     assert [bool(text) for text in dataset["grammar"]] == [False, True]
 
 

@@ -34,7 +34,7 @@ COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=40)
 def one_row(text: bytes, grammar: GrammarSpec | None) -> dict[str, list[Any]]:
     return {
         "input_ids": [[7, *text]],
-        "answer_start": [1],
+        "response_start": [1],
         "grammar": [write_grammar_text(grammar)],
     }
 
@@ -77,7 +77,7 @@ def test_forced_tokens_of_documents(heldout: Path, tokenizer: Any, vocabulary: V
     assert 0 in forced
     selected = select_draft_vocabulary(count_tokens(dataset, 4096), len(forced) + 8, forced)
     for row in dataset:
-        rows = rows_of(masks, row["input_ids"], int(row["answer_start"]), row["grammar"])
+        rows = rows_of(masks, row["input_ids"], int(row["response_start"]), row["grammar"])
         assert rows is not None
         full = torch.from_numpy(rows)
         single = torch.tensor([sum(int(w).bit_count() for w in r.view("u4")) == 1 for r in rows])

@@ -31,11 +31,11 @@ WORDS = write_grammar_text(GrammarSpec.regex("ab*c?"))
 
 
 def rows_of(
-    masks: GrammarMasks, input_ids: Any, answer_start: int, grammar: str
+    masks: GrammarMasks, input_ids: Any, response_start: int, grammar: str
 ) -> NDArray[np.int32] | None:
-    """int32 [n, W]: row i says which tokens may stand at place ``answer_start + i``."""
-    table = MaskTable(len(input_ids) - answer_start, masks.vocabulary.vocab_size)
-    slots = masks.fill(table, input_ids, answer_start, grammar)
+    """int32 [n, W]: row i says which tokens may stand at place ``response_start + i``."""
+    table = MaskTable(len(input_ids) - response_start, masks.vocabulary.vocab_size)
+    slots = masks.fill(table, input_ids, response_start, grammar)
     return None if slots is None else table.rows().numpy()[slots]
 
 
@@ -48,7 +48,7 @@ def test_rows_are_those_of_a_matcher(heldout: Path, tokenizer: Any, masks: Gramm
     dataset = load_examples([heldout], tokenizer, stop_ids=[0], max_length=512, limit=30)
     backend = XGrammarBackend(masks.vocabulary)
     for row in dataset:
-        start, grammar = int(row["answer_start"]), row["grammar"]
+        start, grammar = int(row["response_start"]), row["grammar"]
         rows = rows_of(masks, row["input_ids"], start, grammar)
         answer = row["input_ids"][start:].tolist()
         assert rows is not None

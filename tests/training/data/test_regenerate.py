@@ -77,7 +77,7 @@ def test_every_shape_keeps_the_rest(llm: LLM, tmp_path: Path) -> None:
     assert result == Regenerated(written=6, failed=0, cut=0)
     found = read(tmp_path / "out.jsonl")
     for before, after in zip(records, found, strict=True):
-        answer = read_example(after).answer
+        answer = read_example(after).response
         text = answer["content"] if isinstance(answer, Mapping) else str(answer)
         assert is_valid(text, read_grammar(before))
         assert read_example(after).grammar == read_grammar(before)

@@ -55,7 +55,7 @@ def test_prompt_and_answer_are_tokenized_apart(tokenizer: Any) -> None:
     together = tokenizer("The customer")["input_ids"]
     encoded = encode_record({"prompt": "The cust", "response": "omer"}, tokenizer, [EOS])
     assert encoded.input_ids[:-1] != together
-    assert encoded.input_ids[: encoded.answer_start] == tokenizer("The cust")["input_ids"]
+    assert encoded.input_ids[: encoded.response_start] == tokenizer("The cust")["input_ids"]
 
 
 def test_every_answer_of_a_chat(chat_tokenizer: Any) -> None:
@@ -64,7 +64,7 @@ def test_every_answer_of_a_chat(chat_tokenizer: Any) -> None:
     assert chat_tokenizer.decode(encoded.input_ids) == whole[:-1]  # cut behind the last <eos>
     eos = chat_tokenizer.eos_token
     assert answers(encoded, chat_tokenizer) == f'1 it is{eos}{{"n": 2}}{eos}'
-    assert encoded.input_ids[: encoded.answer_start] == prompt_ids(chat_tokenizer, CHAT[:3])
+    assert encoded.input_ids[: encoded.response_start] == prompt_ids(chat_tokenizer, CHAT[:3])
     assert encoded.grammar is not None
 
 
@@ -79,7 +79,7 @@ def test_sharegpt_is_the_same_chat(chat_tokenizer: Any) -> None:
 def test_a_template_that_changes_the_question(tokenizer: Any) -> None:
     """Only the last answer counts, behind the prompt as it is served."""
     encoded = encode_record({"messages": CHAT}, tokenizer, [EOS])
-    start = encoded.answer_start
+    start = encoded.response_start
     assert encoded.input_ids[:start] == prompt_ids(tokenizer, CHAT[:-1])
     assert not any(encoded.loss_mask[:start])
     assert answers(encoded, tokenizer) == '{"n": 2}' + tokenizer.eos_token
@@ -99,7 +99,7 @@ def test_a_template_that_forgets_thoughts() -> None:
     chat[-1] = {"role": "assistant", "content": "well>>2"}
     encoded = encode_record({"messages": chat}, tokenizer, [EOS])
     assert answers(encoded, tokenizer) == "well>>2" + tokenizer.eos_token
-    assert tokenizer.decode(encoded.input_ids[: encoded.answer_start]).endswith("<assistant>")
+    assert tokenizer.decode(encoded.input_ids[: encoded.response_start]).endswith("<assistant>")
     assert "hm" not in tokenizer.decode(encoded.input_ids)
 
 
@@ -114,14 +114,14 @@ def test_an_unanswered_question_is_cut_with_its_grammar(chat_tokenizer: Any) -> 
     for unanswered in ({"messages": CHAT[:1]}, {"messages": CHAT[1:2]}, {"prompt": "a"}):
         encoded = encode_record(unanswered, chat_tokenizer, [EOS])
         assert not any(encoded.loss_mask)
-        assert encoded.answer_start == len(encoded.input_ids) > 0
+        assert encoded.response_start == len(encoded.input_ids) > 0
 
 
 def test_plain_text_is_all_answer(tokenizer: Any) -> None:
     encoded = encode_record({"text": "Dear Ada"}, tokenizer, [EOS])
     assert encoded.input_ids == [*tokenizer("Dear Ada")["input_ids"], EOS]
     assert encoded.loss_mask == [False] + [True] * (len(encoded.input_ids) - 1)
-    assert encoded.answer_start == 0
+    assert encoded.response_start == 0
 
 
 def test_the_answer_ends_at_its_first_stop_token(tokenizer: Any) -> None:
@@ -143,11 +143,11 @@ def test_a_tokenizer_that_puts_a_space_before_a_text() -> None:
     tokenizer = _spaced_tokenizer()
     encoded = encode_record({"prompt": "a cat", "response": "cat a"}, tokenizer, [EOS])
     tokens = tokenizer.convert_ids_to_tokens(encoded.input_ids)
-    start = encoded.answer_start
+    start = encoded.response_start
     assert "".join(tokens[:start]) == "<s>▁a▁cat"
     assert "".join(tokens[start:]) == "cat▁a</s>"
     text = encode_record({"text": "a cat"}, tokenizer, [EOS])
-    assert text.answer_start == 1  # behind <s>
+    assert text.response_start == 1  # behind <s>
     assert text.loss_mask[:2] == [False, True]
 
 
@@ -196,12 +196,12 @@ def test_the_template_says_what_is_generated(chat_tokenizer: Any) -> None:
     assert (
         answers(encoded, tokenizer) == f'then{tokenizer.eos_token}{{"n": 2}}{tokenizer.eos_token}'
     )
-    start = encoded.answer_start
+    start = encoded.response_start
     assert encoded.input_ids[-1] == EOS
     assert tokenizer.decode(encoded.input_ids[start:-1]) == '{"n": 2}'
     assert encoded.grammar is not None
     tokenizer.chat_template = MARKED.replace("== 'assistant'", "== 'nobody'")
-    with pytest.raises(PromptError, match="marks no answer of it as generated"):
+    with pytest.raises(PromptError, match="marks no response of it as generated"):
         encode_record({"messages": CHAT}, tokenizer, [EOS])
 
 
@@ -212,8 +212,8 @@ def test_tools_stand_in_the_prompt(chat_tokenizer: Any, *, is_marked: bool) -> N
     tokenizer.chat_template = MARKED if is_marked else plain
     record = {"messages": CHAT[:2], "tools": TOOLS}
     encoded = encode_record(record, tokenizer, [EOS])
-    assert tokenizer.decode(encoded.input_ids[: encoded.answer_start]) == (
+    assert tokenizer.decode(encoded.input_ids[: encoded.response_start]) == (
         "add;<user>One?<assistant>"
     )
     asked = encode_record({**record, "messages": CHAT[:1]}, tokenizer, [EOS])
-    assert asked.input_ids == encoded.input_ids[: encoded.answer_start]
+    assert asked.input_ids == encoded.input_ids[: encoded.response_start]

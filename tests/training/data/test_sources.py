@@ -38,7 +38,7 @@ def test_lines_of_several_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": "\u2028"}\n', encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"a": {"b": 3}}', encoding="utf-8")
     lines = list(read_lines([tmp_path / "a.jsonl", str(tmp_path / "b.jsonl")]))
-    assert [line.place for line in lines] == ["a.jsonl:1", "a.jsonl:3", "b.jsonl:1"]
+    assert [line.source for line in lines] == ["a.jsonl:1", "a.jsonl:3", "b.jsonl:1"]
     assert [line.record["a"] for line in lines] == [1, "\u2028", {"b": 3}]
 
 
@@ -66,9 +66,9 @@ def test_a_parquet_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         lines = list(read_lines([path]))
     assert "its columns votes are not read" in caplog.text
-    assert [line.place for line in lines] == [f"{path}:1", f"{path}:2"]
+    assert [line.source for line in lines] == [f"{path}:1", f"{path}:2"]
     examples = [read_example(line.record) for line in lines]
-    assert [(e.prompt, e.answer, e.grammar is None) for e in examples] == [
+    assert [(e.prompt, e.response, e.grammar is None) for e in examples] == [
         ("a", "c", True),
         ("b", None, False),
     ]
@@ -93,7 +93,7 @@ def test_a_dataset_of_the_hub(
     monkeypatch.setattr(datasets, "load_dataset", load)
     check_sources([source])
     assert not asked  # nothing is fetched to see whether the name can be one
-    assert [line.place for line in read_lines([source])] == [f"{source}:1"]
+    assert [line.source for line in read_lines([source])] == [f"{source}:1"]
     name = source.partition(":")[0]
     assert asked == [(name, {"split": split, "name": config, "streaming": True})]
 
@@ -104,7 +104,7 @@ def test_presets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [ROWS[name]])
     (line,) = read_lines([name])
     example = read_example(line.record)
-    assert (example.answer is None) == (name == "jsonschemabench")
+    assert (example.response is None) == (name == "jsonschemabench")
     assert (example.grammar is None) == (name in ("sharegpt", "ultrachat"))
     assert (example.tools is None) == (name != "xlam")
     if example.grammar is not None:

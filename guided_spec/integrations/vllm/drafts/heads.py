@@ -140,15 +140,15 @@ class Drafting:
         constraints: list[Constraint | None] = [None] * len(names)
         if num_draft > 0 and self.requests.any_on_host(names):
             constraints = self.requests.commit(names)
-        walk = None
+        tabled = None
         if num_draft > 0 and self._tabled is not None:
-            walk = self._tabled.start(names)
-        if walk is None and not any(constraints):
+            tabled = self._tabled.start(names)
+        if tabled is None and not any(constraints):
             self._masks.clear()
             yield
             return
         lead = self._lead(names, constraints, num_draft)
-        self._masks.start(constraints, num_draft, lead, walk)
+        self._masks.start(constraints, num_draft, lead, tabled)
         self._is_running = True
         try:
             yield
@@ -278,7 +278,7 @@ def _target_ids_of(model: Any) -> Tensor | None:
 
 
 def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a proposer's ``load_model``: it is looked at from then on."""
+    """Around a proposer's ``load_model``: its drafts are masked from then on."""
 
     @functools.wraps(original)
     def load_model(self: Any, target_model: Any) -> Any:
@@ -314,7 +314,7 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a speculator's ``load_model``: it is looked at from then on."""
+    """Around a speculator's ``load_model``: its drafts are masked from then on."""
 
     @functools.wraps(original)
     def load_model(self: Any, target_model: Any) -> Any:

@@ -22,7 +22,7 @@ from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
 
-# Words of a row that are looked at first: common tokens stand in front in most vocabularies.
+# Words of a row that are read first: most vocabularies begin with common tokens.
 _FIRST = 64
 
 Lead = Callable[[Lookahead], None]
@@ -58,7 +58,7 @@ class DraftMasks:
         self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
         self._lookahead: Lookahead | None = None
         self._lead: Lead | None = None
-        self._walk: TableAdvance | None = None
+        self._tabled: TableAdvance | None = None
         self._num_requests = 0
         self._has_free = False
         self._position = 0
@@ -71,18 +71,18 @@ class DraftMasks:
         constraints: Sequence[Constraint | None],
         num_draft: int,
         lead: Lead | None = None,
-        walk: TableAdvance | None = None,
+        tabled: TableAdvance | None = None,
     ) -> None:
         """Begin the drafts of a batch [B] with at least one request that is constrained or tabled.
 
-        lead: drafts on the host, first and after each token that the drafter drew. walk: of the
-            requests whose rows come from tables, which have no constraint here.
+        lead: drafts on the host, first and after each token that the drafter drew. tabled: the
+            states of the requests whose rows come from tables; they have no constraint here.
         """
         if any(constraints):
             # Nobody asks what a free request drafts.
             limits = [0 if constraint is None else num_draft for constraint in constraints]
             self._lookahead = Lookahead.fork(constraints, self._rows, limits)
-        self._lead, self._walk = lead, walk
+        self._lead, self._tabled = lead, tabled
         self._num_requests = len(constraints)
         self._has_free = None in constraints
         self._position, self._is_ready, self._is_clear = 0, False, False
@@ -107,16 +107,16 @@ class DraftMasks:
 
         Waits for the last token where the host needs it and does not know it.
         """
-        lookahead, walk, count = self._lookahead, self._walk, self._num_requests
-        if self._is_ready or (lookahead is None and walk is None):
+        lookahead, tabled, count = self._lookahead, self._tabled, self._num_requests
+        if self._is_ready or (lookahead is None and tabled is None):
             return
-        if walk is not None and self._position > 0:
+        if tabled is not None and self._position > 0:
             before = self._position - 1
-            walk.append(before, self._drafted(before, count).long().contiguous())
+            tabled.append(before, self._drafted(before, count).long().contiguous())
         if lookahead is not None:
             self._fill(lookahead)
-        if walk is not None:
-            walk.mask(self._position, self._words[:count], is_blank=lookahead is None)
+        if tabled is not None:
+            tabled.mask(self._position, self._words[:count], is_blank=lookahead is None)
         self._is_ready = True
 
     def _fill(self, lookahead: Lookahead) -> None:
@@ -153,7 +153,7 @@ class DraftMasks:
 
     def finish(self) -> None:
         """The draft is there."""
-        self._lookahead = self._lead = self._walk = None
+        self._lookahead = self._lead = self._tabled = None
         self._is_awaited = False
 
     def clear(self) -> None:

@@ -50,12 +50,12 @@ def drafter_rows(rows: Tensor, own: Tensor | None) -> Tensor:
 
 @dataclass(slots=True)
 class _TabledRequest:
-    """text: index of its cursor. table: that the cursor points into. place: state after the tokens
-    that the host has read, None in a table that no text leaves."""
+    """text: index of its cursor. table: that the cursor points into. state: after the tokens that
+    the host has read, None in a table that no text leaves."""
 
     text: int
     table: TokenTable
-    place: TableState | None
+    state: TableState | None
 
 
 class TabledRequests:
@@ -104,7 +104,7 @@ class TabledRequests:
             self.launch_all()
 
     def launch_all(self) -> None:
-        """Launch each kernel of ``commit``, and of a walk that ``start`` returns; advances no text.
+        """Launch each kernel of ``commit`` and of what ``start`` returns; advances no text.
 
         vLLM's runners have their tokens and counts in different types.
         """
@@ -131,15 +131,15 @@ class TabledRequests:
         if cursor is None:
             return LATER
         text = self._free.pop()
-        place = None if table.is_whole else TableState(table, state)
-        self._requests[name] = _TabledRequest(text, table, place)
+        kept = None if table.is_whole else TableState(table, state)
+        self._requests[name] = _TabledRequest(text, table, kept)
         self._in_use[table] += 1
         self._moved[text] = cursor
         self._names = None
         return table.fingerprint
 
     def forget(self, name: str) -> None:
-        """A request has ended, or goes on without a table; any other name changes nothing."""
+        """A request has ended, or continues without a table; any other name changes nothing."""
         request = self._requests.pop(name, None)
         if request is not None:
             self._free.append(request.text)
@@ -152,8 +152,8 @@ class TabledRequests:
     def read(self, name: str, token_ids: Sequence[int]) -> None:
         """The host has read what a request committed; one that has left its table is forgotten."""
         request = self._requests.get(name)
-        place = None if request is None else request.place
-        if place is not None and not place.advance(token_ids):
+        state = None if request is None else request.state
+        if state is not None and not state.advance(token_ids):
             self.forget(name)
 
     def commit(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
@@ -163,7 +163,7 @@ class TabledRequests:
             advance_committed(known, num_tokens, self._texts_of(names), self._cursors)
 
     def start(self, names: Sequence[str]) -> TableAdvance | None:
-        """A walk for a batch's drafts, from the states of its texts; None where none has a table.
+        """Advances the drafts of a batch from the states of its texts; None where none has a table.
 
         It is in use until the next one is started.
         """

@@ -98,7 +98,7 @@ class BlockLayout(NamedTuple):
         mask_token_id: int | None = None,
         draft_vocab_size: int | None = None,
     ) -> BlockLayout:
-        """Of a new DFlash head for ``target`` that drafts ``width`` tokens.
+        """The layout of a new DFlash head for ``target`` that drafts ``width`` tokens.
 
         aux_hidden_layers: by default as many as the head has layers, spread from the input of layer
         2 to that of the last but one, as z-lab's are. mask_token_id: by default the last row of the
@@ -124,7 +124,7 @@ class BlockLayout(NamedTuple):
         return layout
 
     def with_markov(self, markov: MarkovShape, *, confidence: bool) -> BlockLayout:
-        """This as a DSpark head of the same width, which predicts at the last token too.
+        """The layout of a DSpark head of the same width, which predicts at the last token too.
 
         confidence: whether it has a confidence head, which then reads the token before.
         Raises ConfigError for a Markov head that cannot be.

@@ -202,7 +202,7 @@ class BlockIndex(NamedTuple):
 
 
 class BlockHead(LayoutHead):
-    """See the module's docstring. transition: how a position depends on the one before."""
+    """A head that drafts a block. transition: how a position depends on the one before."""
 
     layout: BlockLayout
     layout_class = BlockLayout

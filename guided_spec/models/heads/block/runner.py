@@ -161,7 +161,7 @@ class BlockRunner:
         self._reader.adopt(slot)
 
     def mark(self, slots: Sequence[int]) -> None:
-        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        """Save the positions of the slots' drafts for ``rewind``; ``read`` does so too."""
         for slot in slots:
             self._marks[slot] = self._depths[slot]
 
@@ -201,7 +201,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def read_ahead(self, new: ReadAhead) -> None:
-        """See ``AheadRunner``; where ``can_read_ahead``."""
+        """Read verified tokens that the host does not know yet; needs ``can_read_ahead``."""
         assert self._ahead is not None
         self._ahead.read_ahead(new)
         ends = new.token_ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
@@ -213,7 +213,7 @@ class BlockRunner:
         self._ahead.commit(slot, count)
 
     def whole(self, longest: int) -> WholeDrafts | None:
-        """See ``AheadRunner``: of no more tokens than a block has."""
+        """What drafts ``longest`` tokens by one graph; None for more than a block has."""
         return self._whole if 0 < longest <= self.width else None
 
     def capture(self, longest: int) -> Iterator[None]:
@@ -236,7 +236,7 @@ class BlockRunner:
         return _has_graph(self._ahead.graphs, size, count)
 
     def begin_draft(self, slots: Sequence[int], count: int) -> Sequence[int]:
-        """See ``DraftForward``; count: ``width`` at most."""
+        """The starts [R] of a draft of ``count`` tokens, at most ``width`` of them."""
         assert self._ahead is not None
         return self._ahead.starts(slots, count)
 
@@ -252,7 +252,7 @@ class BlockRunner:
             before = pick(depth, logits)
 
     def end_draft(self, slots: Sequence[int], count: int) -> None:
-        """See ``DraftForward``: nothing of the block is kept."""
+        """Does nothing: no keys and values of a block are kept."""
 
     @torch.inference_mode()
     def logits(self, slots: Sequence[int]) -> Tensor:
@@ -398,7 +398,7 @@ class MaskedReader:
         return self.head.logits(outputs)
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """See ``BlockReader``; the last token has been read already."""
+        """The outputs [R, width, H] after ``last``, which has been read already."""
         masks = last.new_full((len(slots), width - 1), self._masks.token_id)
         hidden = self._masks.hidden.expand(*masks.shape, -1)
         return self._slots.masked(slots, masks, hidden)
@@ -412,7 +412,7 @@ class BlockGraphs:
 
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
-        """See ``BlockReader``; on CUDA the next graph overwrites it."""
+        """The outputs [R, width, H] after ``last``; on CUDA the next graph overwrites them."""
         size = bucket(len(slots), ROW_SIZES)
         inputs = {
             "index": pack_index((slots, self._reader.starts(slots, width)), size),
@@ -571,7 +571,7 @@ class PackedMaskedReader:
         return self
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
-        """See ``AheadReader``; the last token has been read already."""
+        """The outputs [R, width, H] after the last token, which has been read already."""
         del last
         count = width - 1
         token_ids = slots.new_full((len(slots), count), self._masks.token_id)

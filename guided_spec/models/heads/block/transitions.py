@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
 
-GROUP = 32  # tokens, of which the likeliest is looked at first
+GROUP = 32  # tokens, of which the likeliest is read first
 
 
 class Transition(Protocol):
@@ -115,7 +115,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, shape.rank, bias=False)
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """See ``Transition``; -inf for all but ``top_k`` tokens."""
+        """Logits [R, D] to float32 [R, D] after ``previous``: -inf for all but ``top_k`` tokens."""
         values, found = likeliest(logits.float(), self._top_k)
         wanted = self.hidden_projection(hidden) * self.predecessor_codebook[previous]
         successors = self.successor_codebook[found]
@@ -125,7 +125,7 @@ class CandidateSelector(nn.Module):
 
 
 class Likeliest(NamedTuple):
-    """values: the highest logits [..., C], the best first. found: int64, where they stand."""
+    """values: the highest logits [..., C], the best first. found: int64, their indices."""
 
     values: Tensor
     found: Tensor
@@ -145,8 +145,8 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
     if whole < size:
         peaks = torch.cat([peaks, logits[..., whole:].amax(-1, keepdim=True)], -1)
     groups = peaks.topk(count, sorted=False).indices
-    places = torch.arange(GROUP, device=logits.device)
-    tokens = (groups.unsqueeze(-1) * GROUP + places).flatten(-2)
+    offsets = torch.arange(GROUP, device=logits.device)
+    tokens = (groups.unsqueeze(-1) * GROUP + offsets).flatten(-2)
     held = logits.gather(-1, tokens.clamp_max(size - 1)).masked_fill(tokens >= size, -torch.inf)
     values, at = held.topk(count)
     return Likeliest(values, tokens.gather(-1, at))
