@@ -1,1 +1,1 @@
-"""Grammars: what the user asks for, how it is compiled, and where one request stands in it."""
+"""Grammars: what the user asks for, how it is compiled, and the position of one request in it."""

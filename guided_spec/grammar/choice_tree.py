@@ -68,8 +68,8 @@ class ChoiceTree:
     ) -> ChoiceTree:
         """The tree of distinct ``texts``, none of them empty.
 
-        spell: the tokens of a text, the only ones that it is written in; None admits all ways to
-        write it. A text that goes on after another is told from it by the stop tokens.
+        spell: the only tokens that a text may be written in; None admits all its spellings. Stop
+        tokens distinguish a text from a longer one that begins with it.
 
         Raises ConfigError for a text that the tokens cannot write, and for more than 4096 nodes.
         """

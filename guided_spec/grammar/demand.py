@@ -1,4 +1,4 @@
-"""Who waits for a grammar that is being compiled, and what ends once nobody does."""
+"""Counts the waiters for a grammar that is being compiled, and ends the work without any."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from guided_spec.errors import GrammarWorkerError
 
 
 class AbandonedError(GrammarWorkerError):
-    """Nobody waits for a grammar any more: it is no fault of the grammar's, and not remembered."""
+    """No waiter is left for a grammar. Not a fault of the grammar, and not remembered."""
 
     def __init__(self) -> None:
         super().__init__("nobody waits for the grammar any more; ask for it again")
 
 
 class Demand:
-    """A count of those who wait for one grammar; thread-safe.
+    """A count of the waiters for one grammar; thread-safe.
 
-    It is over for good when the last one leaves while something is at work that can be ended.
+    It is over for good when the last one leaves while work is running that can be ended.
     """
 
     def __init__(self) -> None:
@@ -30,22 +30,22 @@ class Demand:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits."""
+        """Whether there is any waiter."""
         return self._num_waiting > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the work was ended because nobody waited for it."""
+        """Whether the work was ended because no waiter was left."""
         return self._is_over
 
     def join(self) -> bool:
-        """One more waits; False where the work was ended before."""
+        """Add a waiter; False if the work was ended before."""
         with self._lock:
             self._num_waiting += not self._is_over
             return not self._is_over
 
     def leave(self) -> None:
-        """One that has joined waits no more."""
+        """Remove a waiter."""
         with self._lock:
             self._num_waiting -= 1
             end = None if self._num_waiting else self._end
@@ -55,10 +55,10 @@ class Demand:
 
     @contextmanager
     def ended_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """Within the block, the last one that leaves calls ``end``, from its own thread.
+        """Within the block, the last waiter to leave calls ``end``, from its own thread.
 
-        Raises AbandonedError where nobody waits, and in place of what the block raises once it was
-        ended.
+        Raises AbandonedError if there is no waiter, and instead of what the block raises once it
+        was ended.
         """
         with self._lock:
             self._is_over = self._is_over or self._num_waiting == 0

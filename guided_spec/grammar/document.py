@@ -1,7 +1,6 @@
-"""A spec on its way to a backend: read, measured, lowered and prepared once, whoever asks.
+"""A spec before a backend compiles it: parsed, measured, lowered and prepared, each once.
 
-It also holds what happens to a schema that cannot be enforced in full: refused, narrowed, or
-loosened.
+Also handles a schema that cannot be enforced in full, which is refused, narrowed or loosened.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class _SizeReader:
         self.has_reference = self.has_joined = self.has_bounded_object = False
 
     def run(self, root: Any) -> None:
-        """Depth first; ``is_data`` marks what stands for itself and is no schema."""
+        """Traverse depth first; ``is_data`` marks plain values, which are not schemas."""
         stack: list[tuple[Any, int, _Path, bool, bool]] = [(root, 1, None, False, False)]
         while stack:
             node, depth, path, is_data, is_map = stack.pop()
@@ -259,12 +258,12 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class SpecDocument:
-    """A spec and the stages of its way. What a stage holds is not to be changed.
+    """A spec and its stages of preparation. The result of a stage must not be changed.
 
-    demand: who waits for its grammar; None for somebody who always does. is_dear: whether preparing
-    it has turned out to take more steps than this process may spend on it. num_steps: that it took.
+    demand: the waiters for its grammar; None for a caller that always waits. is_dear: whether
+    preparing it took more steps than this process may spend on it. num_steps: how many it took.
 
-    Each stage is made when it is first asked for. Used by one thread.
+    Each stage is computed on first use. Used by one thread.
     """
 
     def __init__(self, spec: GrammarSpec, demand: Demand | None = None) -> None:
@@ -319,7 +318,7 @@ class SpecDocument:
 
     @cached_property
     def _parsed(self) -> Any:
-        """The value, or the error in its place."""
+        """The parsed value, or the error of parsing it."""
         spend_on_text(self.spec.source)
         try:
             return json.loads(self.spec.source)
@@ -333,7 +332,7 @@ Compiled = TypeVar("Compiled", covariant=True)
 
 
 class DocumentCompiler(ABC, Generic[Compiled]):
-    """A backend, or a choice of several, that goes on with what has been read already."""
+    """A backend, or a choice of several, that compiles a document read before."""
 
     vocabulary: Vocabulary
 
@@ -347,7 +346,7 @@ class DocumentCompiler(ABC, Generic[Compiled]):
 
     @abstractmethod
     def compile_document(self, document: SpecDocument) -> Compiled:
-        """As ``compile``."""
+        """Compile a spec whose document was read before; raises as ``compile`` does."""
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> Compiled | None:
         """Compile once more what was compiled for ``spec`` elsewhere, without reading its source.
@@ -423,8 +422,8 @@ class DocumentBackend(DocumentCompiler[Compiled]):
 def narrow(schema: Any) -> Any:
     """A schema that admits less instead of what cannot be enforced, however little is left.
 
-    An array of unique items gets one at most, a branch that cannot be told from another falls
-    away. Raises UnsupportedSchemaError where nothing of the kind helps.
+    An array of unique items gets one at most, a branch that cannot be distinguished from another is
+    dropped. Raises UnsupportedSchemaError where nothing of the kind helps.
     """
     lowered = lower(schema, harder=True)
     if lowered.errors:
@@ -528,11 +527,11 @@ class NoTableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TableLimits:
-    """What one table may cost. A grammar that goes beyond it stays with its matchers.
+    """What one table may cost. A grammar beyond it keeps its matchers.
 
     states: of the automaton over bytes, 32,767 at most. Of a grammar that has more, such as one of
         JSON values inside each other, the table holds so many, those with the fewest open rules
-        first; a text that leaves them goes on with a matcher.
+        first; a text that leaves them continues with a matcher.
     seconds: of a core, to make it and to compare it with a matcher. bytes: of the finished table.
 
     Raises ConfigError for a limit that is not positive, or too many states.

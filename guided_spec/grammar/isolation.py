@@ -1,7 +1,7 @@
 """Worker processes for grammars.
 
-Large ones are tried out there, which may hang, crash or swell. The rules of many new ones are read
-there, so that whoever decodes in this process need not wait for its interpreter.
+Large grammars are tried out there, since they may hang, crash or take much memory. The rules of
+many new ones are read there, so that decoding in this process does not wait for the interpreter.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class Workers:
     ) -> TriedOut:
         """Compile ``spec`` in a worker, within the limits of its source, of time and of memory.
 
-        demand: once nobody waits any more, the worker is killed.
+        demand: once it has no waiter left, the worker is killed.
 
         Raises what the backend raises, GrammarCompileError for a grammar that is beyond the limits
         or that crashes its worker, GrammarWorkerError where workers are killed or cannot be
-        started, and AbandonedError where nobody waits.
+        started, and AbandonedError where there is no waiter.
         """
         found: TriedOut = self._run(_Job(spec, limits), self._take(), demand)
         return found
@@ -228,8 +228,8 @@ class RuleReader:
     read_here: as ``read_source``. Safe to use from several threads.
 
     Where grammars are new all the time, some milliseconds of Python for each would hold up every
-    step of the texts that decode in this process. A worker is started next to them once 32 have
-    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here, save
+    step of the texts that decode in this process. A worker is started once 32 have come, and
+    restarted if it died. No caller waits for it: while none is idle, rules are read here, save
     those that take too many steps.
     """
 
@@ -326,7 +326,7 @@ class _Worker:
         self._first_message = None
 
     def killed_without(self, demand: Demand | None) -> contextlib.AbstractContextManager[None]:
-        """Within the block, the process is killed once nobody waits for what it does."""
+        """Within the block, the process is killed once its work has no waiter left."""
         if demand is None:
             return contextlib.nullcontext()
         return demand.ended_by(self.process.kill)

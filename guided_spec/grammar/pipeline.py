@@ -1,4 +1,4 @@
-"""The way of a grammar, from what a user asks for to what makes matchers, in threads of its own."""
+"""Compiles grammars in threads, from a user's spec to an object that makes matchers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _Waiting = queue.SimpleQueue[_Entry | str | None]
 
 
 class PendingGrammar:
-    """What one request waits for; compiling ends early once all that wait have gone.
+    """The pending grammar of one request; compiling ends early once all waiters have left.
 
     future: of the grammar, shared with others: not to be cancelled, and not to be waited for after
     ``release``.
@@ -86,7 +86,7 @@ class PendingGrammar:
 
     @classmethod
     def failed(cls, error: Exception) -> PendingGrammar:
-        """One that will never come."""
+        """One whose compiling has failed with ``error``."""
         pending = cls(Future(), None)
         pending.future.set_exception(error)
         return pending
@@ -96,7 +96,7 @@ class PendingGrammar:
         return self if self._place is None else self._place.queue.ask(self._place.entry.spec)
 
     def release(self) -> None:
-        """Wait no more. May be called again, and is made up for when this object is dropped."""
+        """Stop waiting. May be called again; also happens when this object is dropped."""
         place, self._place = self._place, None
         if place is not None:
             place.queue._leave(place.entry)
@@ -108,7 +108,7 @@ class PendingGrammar:
 
 
 class _Ticket(NamedTuple):
-    """One of those who wait for an entry of a queue."""
+    """One waiter for an entry of a queue."""
 
     queue: GrammarCompileQueue
     entry: _Entry
@@ -123,7 +123,7 @@ class GrammarCompileQueue(Homebound):
     cache_bytes: what finished grammars, and failures, that are remembered may take together; the
         least recently asked for is forgotten first.
     cache_size: how many are remembered at most.
-    size_of_more: bytes that hang on a grammar, not its own, and may grow while it is used. They
+    size_of_more: bytes that a grammar holds besides itself; they may grow with use. They
         are counted when it is asked for and some requests later, so that no call takes longer
         for a full cache.
     close_backend: what ends with the queue.
@@ -218,7 +218,7 @@ class GrammarCompileQueue(Homebound):
         return entry
 
     def _leave(self, entry: _Entry) -> None:
-        """One of those who wait for an entry is gone; the last one ends what can be ended."""
+        """Remove a waiter of an entry; the last one ends the work if it can be ended."""
         entry.demand.leave()
         with self._lock:
             if not entry.demand.is_wanted and (entry.future.cancel() or entry.demand.is_over):
@@ -332,7 +332,7 @@ _LONGEST_MESSAGE = 2_000  # characters
 
 
 class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
-    """Any backend, and what stands around it; safe to use from several threads.
+    """Any backend with limits, markers, endings and tables; safe to use from several threads.
 
     limits: what one grammar may cost; None for any. What can be seen in its source is checked at
         once. A grammar that is large at sight, or whose preparation takes too many steps, is
@@ -340,7 +340,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         worker wrote for the backend is compiled here once more: a compiled grammar can cost far
         more to hand over (454 MB of text for 3 MB of grammar). Without POSIX there is no worker:
         what takes more steps is refused.
-    markers: for specs with a ``start``: these are compiled without it, and bind after the marker.
+    markers: for specs with a ``start``: these are compiled without it, and apply after the marker.
     endings: prepared where grammars are compiled, not while others wait; of many grammars, from
         what a worker reads of their rules.
     tables: whether grammars get tables: "auto" in a worker once they are asked for again and again,
@@ -499,7 +499,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
 class RequestGrammars(NamedTuple):
     """The three parts that every request's grammar meets, in this order.
 
-    markers: bind a spec after its prompt, where it begins after a marker.
+    markers: bind a spec to its prompt, where it begins after a marker.
     queue: compiles it in threads, within limits, and keeps it.
     endings: how its texts end, to end one within its budget; None ends none.
     """

@@ -1,4 +1,4 @@
-"""What a grammar backend has to be. xgrammar's matcher satisfies ``GrammarMatcher`` as it is."""
+"""The protocols of a grammar backend. xgrammar's matcher satisfies ``GrammarMatcher`` as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from guided_spec.ops.mask_words import full_row, num_mask_words
 
 
 class RowSource(Protocol):
-    """What knows which tokens may come next."""
+    """Knows which tokens may come next."""
 
     # xgrammar takes tensors and arrays alike, hence Any.
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
@@ -52,7 +52,7 @@ class Matcher(GrammarMatcher):
 
     @property
     def fault(self) -> str | None:
-        """Why no more can be expected of it; None while it works."""
+        """Why it has stopped working; None while it works."""
         return None
 
     @property

@@ -146,7 +146,7 @@ _write_short = lru_cache(maxsize=256)(_write)  # schemas repeat a few patterns, 
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """Whether an item stands where nothing can come before it, or after it."""
+    """Whether nothing can come before an item, or after it."""
 
     first: bool = True
     last: bool = True
@@ -211,10 +211,10 @@ class _Writer:
         return f"(?:{body})+" if low == 1 else f"{_counted(body, low, low)}(?:{body})*"
 
     def _looped(self, items: Any, flags: int) -> list[str]:
-        """Parts that can take each other's place: any number of them is any number of ``items``.
+        """Alternatives for a loop: any number of them, in any order, is any number of ``items``.
 
-        None of them is a loop, or made of nothing but loops: a loop that can go round without a
-        character makes the backend slower with each character, and what it prints unreadable.
+        None of them is a loop, or made of nothing but loops: a loop that can repeat without a
+        character slows the backend down with each character, and makes its output unreadable.
         """
         self._check_flags(flags)
         nodes = list(items)
@@ -274,18 +274,18 @@ class _Writer:
 def _with_one_end(written: str) -> str:
     """``written``, with an empty group after it where its automaton could have several ends.
 
-    xgrammar 0.2.8 makes one state of those that are entered alike, and in the same pass one of all
-    ends that nothing follows: of a|a{1,2} it makes a+. All ways into one end are joined correctly.
+    xgrammar 0.2.8 merges states with equal incoming edges, and in the same pass all ends that
+    nothing follows: a|a{1,2} becomes a+. Edges into one single end are merged correctly.
     """
     return f"{written}(?:)" if ")" in written else written
 
 
 def _counted(body: str, low: int, high: int) -> str:
-    """What stands inside a group, ``low`` to ``high`` times.
+    """The content of a group, repeated ``low`` to ``high`` times.
 
-    xgrammar 0.2.8 merges the state that counts with the one before it, as in b*a{2,200}, and with
-    others that begin alike, and counts wrongly from then on. A state that two others lead to, not
-    only one, stays as it is: so the texts before it are two, both empty.
+    xgrammar 0.2.8 merges the counting state with the one before it, as in b*a{2,200}, and with
+    others that begin with the same characters, and then counts wrongly. A state that two others
+    lead to stays as it is: so two texts come before it, both empty.
     """
     if high <= _MOST_WRITTEN_OUT:
         return f"(?:{body}){{{low},{high}}}"
@@ -494,7 +494,7 @@ _TRIALS_OF_A_STEP = 64  # characters that ``re`` looks at in one step
 class _Ways(NamedTuple):
     """In how many ways a pattern can match a text, at most.
 
-    loops: each can end at any character. choices: each goes one of two ways. doubles: whether every
+    loops: each can end at any character. choices: each has two branches. doubles: whether every
     character can double their number.
     """
 
@@ -504,7 +504,7 @@ class _Ways(NamedTuple):
 
 
 def spend_on_search(pattern: str, text: str) -> None:
-    """Count the steps that ``re.search`` may take, which tries one way to match after another.
+    """Count the steps that ``re.search`` may take, which tries one match after another.
 
     Raises StepsSpentError beyond the limit, and re.error for a pattern that ``re`` refuses.
     """

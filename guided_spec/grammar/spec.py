@@ -28,7 +28,7 @@ _JSON_KINDS = ("json_schema", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The constraint binds after the first ``marker``; up to there the text is free.
+    """The constraint applies after the first ``marker``; up to there the text is free.
 
     marker: text, or token ids (kept as a tuple), 128 at most; None is the marker of the model's own
         chat template.
@@ -74,7 +74,7 @@ class GrammarSpec:
     start: where in the text the constraint begins, see ``after``; None at its first token.
     unsupported: what to do about a JSON schema, here or inside a tag, that cannot be enforced in
         full. "error" raises UnsupportedSchemaError when it is compiled, with JSON pointers and
-        what to write instead. "rewrite" admits less in place of it, however little is left, such
+        what to write instead. "rewrite" admits less instead of it, however little is left, such
         as one item in an array of unique ones. "warn" leaves the keyword out, with a Python warning
         that names it: only then may a text be invalid under its schema.
     key_order: ``json_schema`` only. "schema" writes the keys of each object in the order in which
@@ -83,10 +83,10 @@ class GrammarSpec:
     additional_properties: ``json_schema`` only. "closed" writes no keys but those that the schema
         declares, in objects that list any and do not say ``additionalProperties`` (nor
         ``unevaluatedProperties``) themselves. "schema" takes the schema at its word: such objects
-        are open. Every text is valid either way.
+        are open. Every text is valid in both cases.
     backend: what compiles it, see ``with_backend``; None leaves that to the engine.
-    value_type: what ``of`` was given, for the value of a finished text; None for plain JSON. It is
-        no part of the constraint: specs that differ in it alone are equal.
+    value_type: the argument of ``of``, for the value of a finished text; None for plain JSON. It
+        is no part of the constraint: specs that differ in it alone are equal.
 
     Raises ConfigError for a value of the wrong type.
     """
@@ -281,14 +281,14 @@ class GrammarSpec:
     def after(
         self, marker: str | Sequence[int] | None = None, *, reasoning_budget: int | None = None
     ) -> GrammarSpec:
-        """The same constraint, binding after the first ``marker`` only, as after reasoning.
+        """The same constraint, applied after the first ``marker`` only, as after reasoning.
 
         marker: text or token ids, see ``Marker``; None is the model family's own, looked up in the
             chat template when the grammar is compiled.
         reasoning_budget: free tokens at most; then the marker is written. None: any number.
 
         Up to the marker the text is free, but it does not end there: a finished text satisfies the
-        constraint. After a prompt that ends with the marker, the constraint binds at once. Raises
+        constraint. After a prompt that ends with the marker, the constraint applies at once. Raises
         ConfigError for a value of the wrong type.
         """
         return replace(self, start=Start(marker, reasoning_budget))

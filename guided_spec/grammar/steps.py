@@ -70,7 +70,7 @@ def spend(steps: int) -> None:
 
 
 def spend_on_value(value: Any, each: int = 1) -> None:
-    """Count ``each`` step for every part of a JSON value, one that is shared every time it stands.
+    """Count ``each`` step for every part of a JSON value, a shared one each time it occurs.
 
     Takes no more time than the steps that are left. Raises StepsSpentError beyond the limit.
     """

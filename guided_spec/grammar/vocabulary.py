@@ -1,4 +1,4 @@
-"""The bytes after every token id, and text as the tokenizer writes it in the middle of a text."""
+"""The bytes of every token id, and text as the tokenizer writes it in the middle of a text."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Vocabulary:
     """A model's tokens as bytes. The text of a request is its tokens' bytes, one after another.
 
     token_bytes: V entries, V being the width of the model's logits. ``b""`` for every token that
-        constrained text must not hold: added tokens (special or not), stop tokens, padding. So it
-        becomes for tokens that hold the encoding of a surrogate, which is no UTF-8.
+        constrained text must not hold: added tokens (special or not), stop tokens, padding.
     stop_token_ids: the tokens that end a text, at least one.
     vocab_size: V.
     text_bytes: V entries, what each token shows in a text. As ``token_bytes``, plus the added

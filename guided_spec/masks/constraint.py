@@ -67,7 +67,7 @@ class Fork:
 
     @property
     def token_ids(self) -> list[int]:
-        """The draft."""
+        """The tokens of the draft, after the committed ones."""
         return self.text.token_ids[self.start :]
 
     @property
@@ -182,7 +182,7 @@ class Constraint:
         if self.has_row:
             return None
         place = self._place
-        if place is None or (place.room < ahead and not place.reaches(ahead)):
+        if place is None or (place.reach < ahead and not place.reaches(ahead)):
             place, unread = self._original.table_state(), self._unread
             is_there = place is not None and place.advance(unread) and place.reaches(ahead)
             self._place = place = place if is_there else None

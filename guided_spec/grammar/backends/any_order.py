@@ -290,7 +290,7 @@ class _Objects:
     def _rules(
         self, pairs: list[_Pair], num_required: int, others: list[_Pair], low: int
     ) -> str | None:
-        """``x``, a pair after a comma or the brace, and ``y``, what comes after a pair.
+        """Write ``x``, a pair after a comma or the brace, and ``y``, what comes after a pair.
 
         low: how many keys there are at least.
         """

@@ -121,7 +121,7 @@ class BackendChoice(DocumentCompiler[CompiledGrammar]):
     """The backend that a spec names, and for specs that name none the one called ``name``.
 
     name: "auto", "xgrammar", "llguidance" or a registered one, made with its default settings.
-    Another one is made when a spec asks for it, or when its name was registered anew.
+    Another one is made when a spec asks for it, or when its name was registered again.
 
     Raises ConfigError for any other name, for "llguidance" where that package is not installed, and
     for a backend that cannot be made.

@@ -2,8 +2,8 @@
 
 A grammar of this kind has no memory but its rules: an object of n keys gets a rule for every set of
 keys that may have been written, 2**n in all. So only objects of few keys are written out like that.
-Everything else is left to xgrammar's own converter, in one go: it gets the schema with a string in
-place of each such object, and that string is then replaced by the object's rule.
+Everything else is left to xgrammar's own converter, in one call: it gets the schema with each such
+object replaced by a string, and that string is then replaced by the object's rule.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Plan:
 def _object_rules(
     rule: str, written: _Object, pieces: list[str], whitespace: str | None
 ) -> list[str]:
-    """``rule`` itself; of each set of keys, what comes after them, and one pair of the others."""
+    """``rule``; for each set of keys, rules of what comes after them, and of one other pair."""
     space = "" if whitespace is None else whitespace
     comma = '", "' if whitespace is None else f'{space} "," {space}'
     colon = '": "' if whitespace is None else f'{space} ":" {space}'

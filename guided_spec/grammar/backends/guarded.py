@@ -173,7 +173,7 @@ class GuardedMatcher(Matcher):
 
     @property
     def may_fail(self) -> bool:
-        """Always."""
+        """Whether it can ever have a ``fault``: always True, since the backend is not trusted."""
         return True
 
     def accept_token(self, token_id: int) -> bool:
@@ -249,7 +249,7 @@ def check_grammar_backend(
     max_tokens: int = 64,
     seed: int = 0,
 ) -> list[str]:
-    """Walk ``num_texts`` random texts of ``spec`` and hold every position against the protocol.
+    """Write ``num_texts`` random texts of ``spec``; check every position against the protocol.
 
     max_tokens: of one text; a longer one is left unfinished. For the tests of a backend: it fills
     dozens of rows at each position. Returns the texts that came to their end.
@@ -270,7 +270,7 @@ def check_grammar_backend(
 
 
 class _RandomText:
-    """One text, by an original that goes on and forks that try things out."""
+    """One text: an original matcher that advances, and forks that try things out."""
 
     def __init__(
         self, compiled: CompiledGrammar, vocabulary: Vocabulary, dice: random.Random
@@ -368,7 +368,7 @@ class _RandomText:
         return self._dice.sample(tokens, min(_TRIED, len(tokens)))
 
     def _require(self, rule: str, holds: object, matcher: GrammarMatcher | None = None) -> None:
-        """matcher: whose answer this is, if not the original's."""
+        """Raise AssertionError unless ``holds``. matcher: that was asked, if not the original."""
         asked = self._matcher if matcher is None else matcher
         fault = asked.fault if isinstance(asked, Matcher | TextState) else None
         if fault is not None or not holds:

@@ -71,7 +71,7 @@ _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<
 class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
     """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
 
-    Every finished text satisfies its grammar. The masks admit every way to split a text into
+    Every finished text satisfies its grammar. The masks admit every split of a text into
     tokens, as xgrammar's do. Where llguidance is stricter than a schema asks for, drafts and target
     rows still come from one matcher, so speculative and plain decoding agree.
 
@@ -175,11 +175,11 @@ class _Tokens(NamedTuple):
 
 @dataclass(eq=False)
 class _LexerCapacity:
-    """How the lexer that the matchers of one grammar share gets on.
+    """The remaining capacity of the lexer that the matchers of one grammar share.
 
-    is_full: whether it has no room left; a new one has. is_suspect: whether it may have none, since
-    bytes far ahead were looked at. looks_ahead: whether forced bytes are asked for: they may fill
-    it up at once.
+    is_full: whether it has no capacity left; a new one has. is_suspect: whether it may have none,
+    since bytes far ahead were looked at. looks_ahead: whether forced bytes are asked for: they may
+    fill it at once.
     """
 
     is_full: bool = False
@@ -214,7 +214,7 @@ class LLGuidanceMatcher(Matcher):
 
     llguidance ends in an error, and stays there, after a refused token and where a limit is hit.
     So a token is checked before it is consumed, stop tokens are kept away from it, and after an
-    error it is made anew from ``token_ids``.
+    error a new one is made from ``token_ids``.
     """
 
     def __init__(self, source: LLGuidanceSource, matcher: Any) -> None:
@@ -254,7 +254,7 @@ class LLGuidanceMatcher(Matcher):
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
         """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``.
 
-        All zero, a dead end, where llguidance gives up: no token of the vocabulary goes on, or the
+        All zero, a dead end, where llguidance gives up: no token of the vocabulary is legal, or the
         grammar is too complex here. Raises GrammarStateError on a terminated matcher.
         """
         if self._has_ended:

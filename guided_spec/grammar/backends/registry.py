@@ -86,7 +86,7 @@ def find_grammar_backend(argument: str, name: str) -> BackendFactory:
 def import_path(name: str) -> str | None:
     """``"module:Callable"`` of this name's factory; None where another process cannot import it.
 
-    That is so for what a script itself or a notebook defines, for what stands inside a function,
+    That is so for a factory that a script or a notebook defines, for one defined inside a function,
     and for a name that is not known.
     """
     factory = GRAMMAR_BACKENDS.get(name) or _path_of_entry(name)

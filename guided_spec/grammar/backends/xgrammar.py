@@ -174,7 +174,6 @@ class XGrammarGrammar:
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
     stops: the tokens that end a text; empty for those that it was compiled with.
     source: what it was compiled from; None where somebody else has compiled it.
-    split: of the vocabulary; None where somebody else's rows are to be kept as they are.
     """
 
     compiled: Any
@@ -290,11 +289,11 @@ class SurrogateFilter(NamedTuple):
 
 
 def _with_prefixes(info: Any) -> Any:
-    """The same tokens, each with those that begin with it.
+    """The same tokens, with correct ranges of the tokens that begin with each.
 
-    After a token that is refused, a mask leaves out those that xgrammar takes to begin with it.
-    xgrammar 0.2.8 takes all that follow it in the alphabet as long as they hold it anywhere: masks
-    lacked ``rror`` after the ``e`` of ``error`` where there is a token ``ror``.
+    After a refused token, a mask leaves out those that xgrammar takes to begin with it. xgrammar
+    0.2.8 takes all that follow it in sorted order while they contain it anywhere: masks lacked
+    ``rror`` after the ``e`` of ``error`` where there is a token ``ror``.
     """
     head, found, tail = info.serialize_json().partition(_BEHIND)
     if not found:  # a release that keeps something else
@@ -306,7 +305,7 @@ def _with_prefixes(info: Any) -> Any:
 
 
 def _after_prefixed(texts: Sequence[str]) -> list[int]:
-    """Of sorted texts: the place after the last one that begins with each."""
+    """For each of sorted texts, the index after the last one that begins with it."""
     behind, begun = [len(texts)] * len(texts), list[int]()
     for at, text in enumerate(texts):
         while begun and not text.startswith(texts[begun[-1]]):

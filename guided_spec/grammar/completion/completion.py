@@ -60,7 +60,7 @@ class _Free(NamedTuple):
 
 
 class AfterEndings(Endings):
-    """``Endings`` of an ``AfterGrammar``: the shortest way spells the marker, and then ends.
+    """``Endings`` of an ``AfterGrammar``: the shortest path spells the marker, and then ends.
 
     inner: of the grammar after the marker. vocab_size: V.
     """
@@ -99,7 +99,7 @@ class AfterEndings(Endings):
         return 1 if isinstance(state, _Free) else self._inner.stride(state, remaining)
 
     def after(self, state: Any, token_ids: Sequence[int], probe: Probe) -> Any:
-        """The state after some tokens, no stop token among them; None where no way is known."""
+        """The state after some tokens, no stop token among them; None where no path is known."""
         if not isinstance(state, _Free):
             return self._inner.after(state, token_ids, probe)
         (token_id,) = token_ids
@@ -160,9 +160,9 @@ class EndingsCache:
     def of(
         self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules] | None = None
     ) -> Endings:
-        """The endings of a grammar: made when it is first asked for, which takes milliseconds.
+        """The endings of a grammar, built on first use, which takes milliseconds.
 
-        read: as ``read_here``, which reads the grammar's rules where None is given.
+        read: reads the grammar's rules, as ``read_here`` does; None is ``read_here``.
         """
         with self._lock:
             known = self._known.get(compiled)
@@ -240,8 +240,8 @@ class EndingsCache:
 class CompletingGrammar(WrappedGrammar):
     """A compiled grammar whose texts end within ``max_tokens``, the stop token among them.
 
-    is_required: whether a text that loses its way to the end is at fault; else it goes on without
-    a budget.
+    is_required: whether a text that loses its path to the end gets a fault; else it continues
+    without a budget.
 
     Raises BudgetTooSmallError where no text is known that is short enough.
     """

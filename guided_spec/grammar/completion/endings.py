@@ -24,9 +24,9 @@ class EndLostError(Exception):
 
 
 class Endings(Protocol):
-    """The ways in which the texts of one grammar can end; shared by requests and threads.
+    """How the texts of one grammar can end; shared by requests and threads.
 
-    A state is where a text stands, and depends on the text's tokens and its budget alone. Its cost
+    A state is the position of a text; it depends on the text's tokens and budget alone. Its cost
     is a number of tokens within which the text can be ended, the stop token among them, and some
     legal token leads from each state to one whose cost is smaller by one or more. All but ``start``
     and ``cost`` may raise EndLostError.
@@ -40,7 +40,7 @@ class Endings(Protocol):
 
     @property
     def is_filling_up(self) -> bool:
-        """Whether new texts should get endings made anew: there is little room for more states."""
+        """Whether new texts should get new endings: these have few states left to give."""
         return False
 
     @property
@@ -54,7 +54,7 @@ class Endings(Protocol):
         ...
 
     def cost(self, state: Any) -> int:
-        """Tokens within which the text can be ended: at least 1, ``NEVER`` if no way is known."""
+        """Tokens within which the text can end: at least 1, ``NEVER`` if no path is known."""
         ...
 
     def stride(self, state: Any, remaining: int) -> int:
@@ -185,7 +185,7 @@ class Rules:
         return len(self.ends) - 1
 
     def step(self, state: int, low: int, high: int) -> int:
-        """Add a state after one byte; returns it."""
+        """Add a state after one byte; returns its number."""
         then = self.new_state()
         self.chars[state].append((low, high, then))
         return then
@@ -268,7 +268,7 @@ def _callers(rules: Rules) -> dict[int, list[tuple[int, int, Call | None]]]:
 
 
 def rest_of_call(call: Call, texts: list[bytes | None], done: int) -> bytes:
-    """What must follow after an open call: ``done`` counts the one that is open as complete."""
+    """The bytes that must come after an open call; ``done`` counts the open one as complete."""
     inner, after = texts[call.rule], texts[call.then]
     assert inner is not None
     assert after is not None
@@ -311,7 +311,7 @@ def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator
 
 
 class Rests(NamedTuple):
-    """Of ``longest_rest``. of: int64 [N]. is_lasting: it is so after any number of bytes."""
+    """Of ``longest_rest``. of: int64 [N]. is_lasting: holds after any number of bytes."""
 
     of: NDArray[np.int64]
     is_lasting: bool
@@ -320,19 +320,19 @@ class Rests(NamedTuple):
 def longest_rest(
     rules: Rules, texts: list[bytes | None], num_bytes: int, size: Callable[[bytes], int]
 ) -> Rests:
-    """What may be missing at most, after any ``num_bytes`` bytes from a state.
+    """The most that may be missing after any ``num_bytes`` bytes from a state.
 
     size: of a missing text; of two texts it is at most the sum of theirs.
 
-    Only what is missing to the end of the state's own rule and of the rules called meanwhile; along
-    the way that the bytes took, so that the shortest end of several readings is no longer. It is
+    Counts only up to the end of the state's own rule and of the rules called meanwhile, for the one
+    reading that the bytes took; the shortest end over several readings is at most as long. It is
     the fixed point of::
 
         f[n](q) = max(f[n-1](q), f[n-1](after a byte), f[n](after a skip),
                       f[n](start of a called rule) + rest after it, f[m](after the call))
 
-    with m = n - 1 where the called rule holds a byte at least, else n. Where f[n] is f[n-1], it is
-    f of any larger number too: so it is unless rules call each other for ever.
+    with m = n - 1 where the called rule holds a byte at least, else n. Once f[n] equals f[n-1], it
+    equals f for every larger number; this happens unless rules call each other for ever.
     """
     table = _Table(rules, texts, size)
     before = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
@@ -370,7 +370,7 @@ class _Table:
         return now
 
     def closure(self, now: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Until no edge without a byte adds anything; there is no way round without a byte."""
+        """Apply edges without a byte until nothing changes; they contain no cycle."""
         for _ in range(len(now)):
             grown = now.copy()
             np.maximum.at(grown, self._same[:, 0], now[self._same[:, 1]] + self._same[:, 2])
@@ -408,11 +408,11 @@ class RuleTexts:
 
     @cached_property
     def by_bytes(self) -> Rests:
-        """Bytes that may be missing after any token."""
+        """The most bytes that may be missing after any token."""
         return self._longest_rest(len)
 
     def by_tokens(self, num_tokens: Callable[[bytes], int]) -> Rests:
-        """Tokens that may be missing after any token; num_tokens: that write a text."""
+        """The most tokens that may be missing after any token; num_tokens: that write a text."""
         if self._by_tokens is None:
             self._by_tokens = self._longest_rest(num_tokens)
         return self._by_tokens

@@ -37,7 +37,7 @@ _WIDE = byte_sequences(((0x80, LAST),))
 class Frame:
     """An open call: what follows when the called rule is complete.
 
-    done: how often the rule will have been complete then. text: the shortest way from there to the
+    done: how often the rule will have been complete then. text: the shortest path from there to the
     end of the document. depth: open calls around it.
     """
 
@@ -50,10 +50,10 @@ class Frame:
 
 
 class ParseState:
-    """All readings of a text so far. Equal texts, and texts that may go on alike, share a state.
+    """All readings of a text so far. Texts with the same continuations share a state.
 
-    number: of the state among its grammar's. text: the shortest way to the end of the document, of
-    equals the smallest: after the first byte of it, the rest of it is the shortest way again.
+    number: of the state among its grammar's. text: the shortest path to the end of the document,
+    the smallest of several. After its first byte, the rest of it is again the shortest path.
     can_end: whether the document may end here.
     """
 
@@ -79,7 +79,7 @@ class _Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """states: int32 [n + 1], where a text stands after 0 to n of ``characters``."""
+    """states: int32 [n + 1], the states after 0 to n of ``characters``."""
 
     characters: Characters
     states: NDArray[np.int32]
@@ -181,7 +181,7 @@ class ParseStates:
         return self._states[number]
 
     def _after(self, number: int, byte: int) -> int:
-        """As the state's row has it. A text goes one way: the other bytes need not be known."""
+        """The state's row at ``byte``, without making the row: a text needs one byte of it."""
         key = number << 8 | byte
         with self._lock:
             then = self._thens.get(key)
@@ -303,7 +303,7 @@ class ParseStates:
 
 
 def _most_common(states: NDArray[np.int32]) -> tuple[int, int]:
-    """The state that stands there most often, and how often; ``NOWHERE`` does not count."""
+    """The most frequent state, and how often it occurs; ``NOWHERE`` does not count."""
     found = states[states != NOWHERE]
     if not len(found):
         return NOWHERE, 0
@@ -313,10 +313,10 @@ def _most_common(states: NDArray[np.int32]) -> tuple[int, int]:
 
 
 class Longest:
-    """How much may be missing at most after a token, by a measure of texts.
+    """The most that may be missing after a token, by a measure of texts.
 
     rests: by that measure. size: 0 of the empty text; see ``longest_rest``.
-    is_lasting: what is said of a state holds of all that follow it, after any number of tokens.
+    is_lasting: the bound of a state also holds for all its successors, after any number of tokens.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class Longest:
         self.of = lru_cache(maxsize=_MOST_KNOWN)(self._of)
 
     def _of(self, state: ParseState) -> int:
-        """After any token at a state."""
+        """The bound after any token at a state."""
         ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in state.items)
         return max(ways, default=0)
 
@@ -364,11 +364,11 @@ _NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 class RuleEndings(Endings):
     """``Endings`` by a grammar's rules: a state is a ``ParseState``, and nothing is searched.
 
-    A state costs the tokens that write the shortest way from it to the end of the document, and the
-    stop token. It is attained: the first of these tokens leads to a state that costs one less,
-    because the rest of a shortest way is the shortest way from there.
+    The cost of a state is the number of tokens that write the shortest path from it to the end of
+    the document, and the stop token. It is attained: the first of these tokens leads to a state
+    that costs one less, because the rest of a shortest path is the shortest path from there.
 
-    Every byte of a shortest way has to be a token of the vocabulary.
+    Every byte of a shortest path has to be a token of the vocabulary.
 
     table: int16 [V] of a state, the costs after each token; the last ones are kept.
     """
@@ -413,9 +413,10 @@ class RuleEndings(Endings):
         return then
 
     def stride(self, state: ParseState, remaining: int) -> int:
-        """While more remains than any text may still need, nobody has to know where one stands.
+        """How many tokens can be taken before the state has to be known again.
 
-        So a text with room to its end, as most have, is never followed.
+        While more tokens remain than any text may still need, the state does not matter. So a text
+        with many tokens left, as most have, is never tracked.
         """
         longest = self._longest(state, remaining)
         return max(1, remaining - longest.of(state) - 1) if longest.is_lasting else 1
@@ -432,7 +433,7 @@ class RuleEndings(Endings):
         return self._longest(state, remaining).of(state) + 1
 
     def _longest(self, state: ParseState, remaining: int) -> Longest:
-        """By bytes, as if each took a token, where that many remain: most texts have such room."""
+        """The bound by bytes, as if each took a token, where that many remain; else by tokens."""
         by_bytes = self._by_bytes
         return by_bytes if by_bytes.of(state) + 1 < remaining else self._by_tokens
 
@@ -475,9 +476,10 @@ class RuleEndings(Endings):
         return table
 
     def _write_run(self, state: ParseState, table: NDArray[np.int16]) -> NDArray[np.int64]:
-        """Inside a string most tokens are characters of one kind, and need not be followed.
+        """Write the costs of the tokens made of one kind of character, as most are in a string.
 
-        Writes their costs. Returns other tokens that may be legal, as ``_write_costs`` takes them.
+        They need not be advanced byte by byte. Returns the other tokens that may be legal, as
+        ``_write_costs`` takes them.
         """
         spelling, states = self._spelling, self._states
         first = states.rows((state.number,))[state.number]

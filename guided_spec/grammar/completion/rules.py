@@ -1,9 +1,8 @@
-"""A grammar as xgrammar prints it, read into automata over bytes that call each other.
+"""Reads a grammar that xgrammar printed into automata over bytes that call each other.
 
-xgrammar tells nobody in which state a matcher is, and two matchers cannot be compared. Its compiled
-grammar can be printed, though, in a small and regular notation. From that text the ways a document
-can end are computed here: no question about them has to be put to a matcher. Of regexes the ones
-that ``regex.py`` writes are read, and no others.
+xgrammar does not report a matcher's state, and two matchers cannot be compared. But a compiled
+grammar can be printed, in a small and regular notation. From that text this module computes how
+documents can end, without asking a matcher. It reads only regexes that ``regex.py`` writes.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class RegexReader:
 
 
 def read_regex(pattern: str) -> Rules:
-    """The rules of a regex as ``to_fullmatch`` writes it, whoever compiles it.
+    """The rules of a regex as ``to_fullmatch`` writes it, for any backend.
 
     Raises UnreadableGrammarError.
     """
@@ -169,10 +168,10 @@ _TAG = re.compile(r"\(" + _TEXT + r", ([\w.:-]+)\)")
 
 
 class FreeText(NamedTuple):
-    """Where it may stop, and what then.
+    """Free text: where it may stop, and what comes then.
 
-    triggers: bytes to the name of the rule that follows them. excludes: what may not stand there.
-    loops: whether free text goes on after a trigger's rule.
+    triggers: bytes to the name of the rule that follows them. excludes: bytes it must not contain.
+    loops: whether free text continues after a trigger's rule.
     """
 
     triggers: Mapping[bytes, str]
@@ -295,7 +294,7 @@ def read_rules(text: str) -> Rules:
 
 
 class _Body:
-    """One rule's text: alternatives of sequences, and what the backend expects to follow."""
+    """One rule's text: alternatives of sequences, and what the backend expects next."""
 
     def __init__(self, rules: Rules, names: dict[str, int], text: str) -> None:
         self._rules = rules

@@ -1,4 +1,4 @@
-"""The ends of texts of any grammar, found by trying: a matcher is asked what may follow."""
+"""Finds how a text of any grammar can end, by search: a matcher says which tokens are legal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SearchTokens:
     content: int32 [W], a row of the tokens of whole characters without quotes and backslashes: in a
     JSON string they neither end nor escape anything.
     turns: int64, all other tokens that write anything. kinds: int64 [turns], equal for tokens that
-    are alike in JSON but for their words; short ones come first. num_plain: those below it hold no
+    differ in JSON only in their words; short ones come first. num_plain: kinds below it contain no
     backslash.
     """
 
@@ -121,7 +121,7 @@ def _kind(data: bytes) -> bytes:
 
 
 def _lead(byte: bytes) -> bytes:
-    """First bytes of characters that may go on alike."""
+    """Stands for all first bytes of characters that have the same legal continuations."""
     if byte in (b"\xe0", b"\xed", b"\xf0", b"\xf4") or byte < b"\xc2":
         return byte
     return b"\xc2" if byte < b"\xe0" else b"\xe1" if byte < b"\xf0" else b"\xf1"
@@ -160,21 +160,22 @@ class Path:
 
 
 class SearchEndings(Endings):
-    """``Endings`` of any grammar: a state is a known ``Path`` to the end, its bytes.
+    """``Endings`` of any grammar: a state is a known ``Path``, the bytes to the end.
 
-    The way after some tokens is, in this order: the rest of the way before, if they began it; the
-    way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
-    by byte, straight for what closes something, until a stop token or part of the way before fits.
-    Where any key may come, it goes for one that the object must have: bytes would never spell it.
-    A cost is the fewest tokens that spell the way, so it falls by one along it. What is found
-    depends on the text and its budget alone.
+    The path after some tokens is the first of these that exists: the rest of the previous path, if
+    the tokens began it; the previous path itself, if the grammar allows it there; the result of a
+    bounded search. The search adds one byte at a time and prefers closing bytes, until a stop token
+    or part of the previous path fits. Where any key is legal, it tries the keys that the object
+    requires, since single bytes would never spell them. A cost is the fewest tokens that spell the
+    path, so each token of the path lowers it by one. What is found depends on the text and its
+    budget alone.
 
-    A known way proves that a text can end; that none is found proves nothing. So costs are upper
-    bounds. Rows are free while ``RISE`` tokens are to spare, and meanwhile the way is asked for
-    every few tokens only; a grammar in which few tokens add more than that may lose its end. Where
-    fewer are to spare, a row holds the beginnings of known ways, tokens after which the way still
-    fits, and a few that need a search. Many tokens fit like one: where all of a few probes do, the
-    others of their kind that the grammar allows are taken to.
+    A known path proves that a text can end; finding none proves nothing. So costs are upper bounds.
+    Rows are the grammar's own while ``RISE`` tokens are to spare, and the path is then computed
+    every few tokens only; in a grammar where few tokens add more than that, a text may lose its
+    end. With fewer to spare, a row holds the tokens that begin a known path, the tokens after which
+    a path still fits, and a few that need a search. Tokens of one kind mostly agree: where a path
+    fits after all of a few probes, it is taken to fit after every legal token of their kind.
     """
 
     is_exact = False  # another way may be shorter
@@ -198,26 +199,26 @@ class SearchEndings(Endings):
 
     @property
     def memory_size_bytes(self) -> int:
-        """Nothing but the way from the start."""
+        """Bytes of the path from the start; the other paths belong to texts."""
         return len(self._start or b"")
 
     @property
     def start(self) -> Path | None:
-        """A way from the start to the end; None if none was found."""
+        """A path from the start to the end; None if none was found."""
         return None if self._start is None else Path(self._start)
 
     def cost(self, state: Path | None) -> int:
-        """Tokens that spell the known way, and the stop token."""
+        """The number of tokens that spell the known path, plus one for the stop token."""
         if state is None:
             return NEVER
         return min(NEVER, self.spelling.num_tokens(state.text) + 1)
 
     def stride(self, state: Path, remaining: int) -> int:
-        """As many tokens as are surely not enough to use up what is to spare."""
+        """A number of tokens that surely does not use up what is to spare."""
         return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
 
     def after(self, state: Path, token_ids: Sequence[int], probe: Probe) -> Path | None:
-        """A way from after some tokens; None if none was found."""
+        """A path from the state after some tokens; None if none was found."""
         key = tuple(token_ids)
         if key not in state.after:
             data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
@@ -238,7 +239,7 @@ class SearchEndings(Endings):
         return self.cost(state) + RISE < remaining
 
     def row(self, state: Path, remaining: int, probe: Probe) -> NDArray[np.int32]:
-        """int32 [W]: tokens after which a way is known that costs less than ``remaining``."""
+        """int32 [W]: tokens after which a path is known that costs less than ``remaining``."""
         row = state.rows.get(remaining)
         if row is None:
             row = self._scan(state, remaining, probe).row(remaining)
@@ -246,7 +247,7 @@ class SearchEndings(Endings):
         return row
 
     def _scan(self, state: Path, remaining: int, probe: Probe) -> Scan:
-        """Inside a string what was found out one token earlier mostly holds."""
+        """The scan of the next token; inside a string, mostly that of the token before."""
         known, row = state.scan, legal_row(probe, self.vocab_size)
         legal = _Legal(row, probe.interchangeable(row))
         if known is None or not (self.fits(state.text, remaining) and known.legal.is_like(legal)):
@@ -261,7 +262,7 @@ class SearchEndings(Endings):
         return bool(self.row(state, remaining, probe)[token_id >> 5] >> (token_id & 31) & 1)
 
     def fits(self, text: bytes, remaining: int) -> bool:
-        """Whether fewer than ``remaining`` tokens write a way and end the text."""
+        """Whether fewer than ``remaining`` tokens write a path and end the text."""
         return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
 
     def completes(self, probe: Probe, token_ids: Sequence[int], text: bytes) -> bool:
@@ -274,7 +275,7 @@ class SearchEndings(Endings):
         return written is not None and probe.takes((*token_ids, *written, self._stop))
 
     def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """What may still be missing after ``data`` of a way: all, or less by what was written."""
+        """What may still be missing of a path after ``data``: all of it, or all but that much."""
         return text, text[len(data) :]
 
     def _after(self, state: Path, data: bytes, probe: Probe) -> bytes | None:
@@ -287,7 +288,7 @@ class SearchEndings(Endings):
         return self._find(probe, state.text, _STEPS)
 
     def _find(self, probe: Probe, before: bytes, most: int) -> bytes | None:
-        """One step after another, back where nothing follows; None where that leads nowhere."""
+        """A path by depth-first search in at most ``most`` steps; None if none is found."""
         ends = list(_ends_of(before))
         quick = (value + end for end in ends for value in _VALUES)
         found = next((text for text in quick if self.completes(probe, (), text)), None)
@@ -303,7 +304,7 @@ class SearchEndings(Endings):
 
 
 class _Search:
-    """A search straight for the end: where it stands, and what is left to try on the way there."""
+    """A depth-first search for the end: its position, and the options left at each step."""
 
     def __init__(self, endings: SearchEndings, probe: Probe) -> None:
         self._endings, self._probe = endings, probe
@@ -316,7 +317,7 @@ class _Search:
         self._row: NDArray[np.int32] | None = None
 
     def end(self, ends: Sequence[bytes]) -> bytes | None:
-        """The way that was gone, if the text may end here, or with one of ``ends``."""
+        """The bytes of all steps, with one of ``ends`` where needed, if they complete the text."""
         if len(self._options) > len(self._way):
             return None  # back at a place that was looked at
         for end in ends:
@@ -326,7 +327,7 @@ class _Search:
         return self._text() if bits_of(self._row, self._tokens.stops).any() else None
 
     def step(self) -> bool:
-        """Go on, or back where nothing is left to try; False where nothing is left at all."""
+        """Advance, or backtrack where no option is left; False once the search is exhausted."""
         if len(self._options) == len(self._way):
             self._options.append(self._look())
         for tokens in self._options[-1]:
@@ -343,7 +344,7 @@ class _Search:
         return True
 
     def back(self) -> None:
-        """Take everything back."""
+        """Roll the matcher back to where the search began."""
         if count := sum(map(len, self._way)):
             self._probe.rollback(count)
 
@@ -366,7 +367,7 @@ class _Search:
 
 
 class _Group(NamedTuple):
-    """Tokens after which a way fits: ids, int64, or a row, int32 [W]."""
+    """Tokens after which a path fits: ids, int64, or a row, int32 [W]."""
 
     tokens: NDArray[Any]
     way: bytes
@@ -384,10 +385,10 @@ class _Legal(NamedTuple):
 
 
 class Scan:
-    """What was found out about the next token of a text near the end of its budget.
+    """What was found about the next token of a text near the end of its budget.
 
-    A token is in a group if it begins a known way, if a known way still fits after it, or if a
-    search finds one. Ways are kept as they are found, so that tokens that begin them need no trial.
+    A token is in a group if it begins a known path, if a known path still fits after it, or if a
+    search finds one. Paths are kept as they are found, so tokens that begin them need no test.
 
     legal: what the grammar allows.
     """
@@ -400,11 +401,11 @@ class Scan:
         self._trials = _TRIALS
 
     def path_after(self, token_ids: Sequence[int]) -> bytes | None:
-        """The way for whose sake a row may have this token; None where none was tried."""
+        """The path because of which a row may allow this token; None where none was tried."""
         return self._ways.get(token_ids[0]) if len(token_ids) == 1 else None
 
     def row(self, remaining: int) -> NDArray[np.int32]:
-        """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
+        """int32 [W]: the tokens whose path costs less than ``remaining``, and the stop tokens."""
         endings, legal = self._endings, self.legal.row
         row = np.zeros_like(legal)
         stops = endings.tokens.stops
@@ -469,7 +470,7 @@ class Scan:
                 self._search(token, probe)
 
     def _known_path(self, token: int, probe: Probe) -> bytes | None:
-        """A way that fits after a token, perhaps without as much of it as the token writes."""
+        """A path that fits after a token: a known one, or its rest after what the token writes."""
         endings, text = self._endings, self._state.text
         ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
         fitting = (w for w in ways if self._fits(w) and self._completes(probe, token, w))
@@ -489,7 +490,7 @@ class Scan:
         self.add_beginnings(self._endings.spelling.token_bytes[token], way.text)
 
     def add_beginnings(self, data: bytes, text: bytes) -> None:
-        """The tokens that begin a known way, ``data`` and then ``text``."""
+        """Record the tokens that begin a known path, ``data`` and then ``text``."""
         for token, rest in self._endings.spelling.beginnings(data + text):
             if self.legal.row[token >> 5] >> (token & 31) & 1 and self._fits(rest):
                 self._ways.setdefault(token, rest)
@@ -503,7 +504,7 @@ class Scan:
 
 
 def _ends_of(text: bytes) -> Iterator[bytes]:
-    """What may be left of a way: all, without its first byte, from one of the next values on."""
+    """Yield what may be left of a path: all, all but its first byte, or from a later value on."""
     if text:
         yield text
         yield text[1:]

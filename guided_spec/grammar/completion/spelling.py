@@ -48,7 +48,7 @@ class MadeOf(NamedTuple):
 
 
 class Spelling:
-    """One vocabulary, prepared to follow all its tokens at once through an automaton over bytes.
+    """One vocabulary, prepared to advance an automaton over bytes by all its tokens at once.
 
     ids: int64, the tokens with any bytes, the longest first. columns: entry i holds byte i of
     those that have one, uint8, in the order of ``ids``. longest: bytes of the longest token.

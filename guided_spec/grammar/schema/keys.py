@@ -98,7 +98,7 @@ class FreeKeys(NamedTuple):
 def free_keys(schema: Any) -> FreeKeys:
     """About a schema that ``prepare_schema`` or ``prepare_for_llguidance`` has made.
 
-    Where it is not plain to see, the answer is yes.
+    Says yes where this cannot be seen from the schema.
     """
     definitions = _definitions(schema)
     nodes = [node for node in every_part(schema) if _takes_free_keys(node)]

@@ -130,7 +130,7 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
 
 
 def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    """The items asked for stand together, after at most three others."""
+    """The items asked for are adjacent, after at most three others."""
     low, high = int(words.get("minContains", 1)), words.get("maxContains", math.inf)
     if "array" not in at.types or (low == 0 and high == math.inf):
         return []

@@ -14,7 +14,7 @@ _OF_COPY, _OF_DECLARING = 3, 8
 
 
 class Unenforced(NamedTuple):
-    """One keyword of a schema that the backend does not enforce as it stands.
+    """One keyword of a schema that the backend does not enforce as written.
 
     pointer: JSON pointer of the schema that holds it; "" is the root.
     level: "error": generated text might break it. "note": it cannot, but less text is generated
@@ -43,7 +43,7 @@ class Lowered(NamedTuple):
 
 
 class Report:
-    """Collects entries during one walk, each once."""
+    """Collects entries during one traversal, each once."""
 
     def __init__(self) -> None:
         self.entries: list[Unenforced] = []
@@ -53,7 +53,7 @@ class Report:
         self._add(Unenforced(pointer, keyword, reason, fix))
 
     def note(self, pointer: str, keyword: str, reason: str, fix: str) -> None:
-        """Add a keyword that is kept, though not as it stands."""
+        """Add a keyword that is kept, but not as written."""
         self._add(Unenforced(pointer, keyword, reason, fix, "note"))
 
     def _add(self, entry: Unenforced) -> None:
@@ -83,7 +83,7 @@ def unescape(token: str) -> str:
 
 
 def find(value: Any, pointer: str) -> Any:
-    """What stands at a JSON pointer. Raises LookupError where nothing does."""
+    """The value at a JSON pointer. Raises LookupError where there is none."""
     for token in pointer.split("/")[1:]:
         name = unescape(token)
         if isinstance(value, dict):
@@ -133,7 +133,7 @@ def all_parts(schema: Any) -> Iterator[Any]:
 def change_parts(node: dict[str, Any], change: Callable[[Any, str], Any]) -> dict[str, Any]:
     """A copy of ``node`` with ``change(part, path)`` for each subschema right below it.
 
-    path: the way from ``node`` to the part, the tail of a JSON pointer.
+    path: from ``node`` to the part, the tail of a JSON pointer.
     """
     changed = dict(node)
     spend(_OF_COPY + len(node))
@@ -165,7 +165,7 @@ class ClosedSchema(NamedTuple):
     """A schema with closed objects.
 
     open_at: JSON pointers of the lowered schema, of objects in which nothing below is closed: two
-        parts of them describe the same key, each in its own way.
+        parts of them describe the same key differently.
     """
 
     schema: Any
@@ -180,7 +180,7 @@ def close_objects(schema: Any) -> ClosedSchema:
 
 
 class _Declared(NamedTuple):
-    """What the parts that hold together at one place declare.
+    """What the parts that apply together to one value declare.
 
     names: with how many parts describe it by more than a scalar. is_listed: whether all values are.
     """
@@ -238,7 +238,7 @@ class _Closing:
         return ClosedSchema(schema, tuple(self._open_at))
 
     def _value(self, node: Any, pointer: str, outer: _Declared) -> Any:
-        """The schema of a whole value. outer: what is declared next to it, of a branch."""
+        """The schema of a whole value. outer: of a branch, what its siblings declare."""
         if not isinstance(node, dict):
             return node
         if node.keys() - _ANNOTATIONS == {"$ref"} and outer == _NOTHING:
@@ -327,7 +327,7 @@ class _Closing:
         return self._old.get(unescape(reference.removeprefix("#/$defs/")))
 
     def _always(self, node: Any, depth: int = 0) -> _Declared:
-        """What ``node`` declares along with all that holds wherever it does."""
+        """What ``node`` declares, with all parts that apply wherever it does."""
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return _NOTHING
         listed = node.get("properties", {})

@@ -1,4 +1,4 @@
-"""One schema lowered: the walk, what rules of keywords may ask of it, and what ``not`` means."""
+"""Lowers one schema: the traversal, what keyword rules may ask, and what ``not`` means."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Lowering:
         return Lowered(schema, tuple(self.report.entries))
 
     def positive(self, node: Any, at: At) -> Any:
-        """A schema for values of ``node``, which need not admit any next to those of ``at.types``.
+        """A schema for values of ``node``; it need not admit any but those of ``at.types``.
 
         Without siblings that say more, a reference stays one.
         """
@@ -215,7 +215,7 @@ class Lowering:
     ) -> Any:
         """A schema for values of ``at.types`` that ``node`` does not admit.
 
-        What cannot be along with ``beside`` is left out. ``at`` is where ``keyword`` stands.
+        What cannot be together with ``other`` is left out. ``at`` is the position of ``keyword``.
         shared: types of the values that ``node`` may admit; all others are none of its.
         """
         types = at.types & self.disjoint.types(beside)

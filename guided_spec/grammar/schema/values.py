@@ -1,6 +1,6 @@
-"""Schemas as sets of values: joined, reduced by some values, and held against one value.
+"""Schemas as sets of values: joined, reduced by some values, and checked against one value.
 
-Whether two schemas can admit one value both is told from what each surely demands.
+Whether two schemas can both admit one value is decided by what each surely demands.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _write_others(texts: tuple[str, ...]) -> str:
 
 
 def _outside(node: dict[str, Any]) -> str:
-    """A pattern for what can follow here without ending on one of the texts."""
+    """A pattern for continuations from here that do not end on one of the texts."""
     chars = sorted(char for char in node if char)
     options = [] if "" in node else [""]
     excluded = "".join(re.escape(char) if char != "^" else "\\^" for char in chars)

@@ -1,7 +1,7 @@
-"""How the table of a grammar is made, and held against the matchers that it stands for.
+"""Makes the table of a grammar, and compares it with the matchers that it replaces.
 
-Its rules are followed by all tokens from all states at once. The table is then compared with the
-grammar's own matcher in every state and along random texts.
+The rules are advanced by all tokens from all states at once. The table is then compared with the
+grammar's own matcher in every state and on random texts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from guided_spec.ops.mask_words import ids_of, num_mask_words, pack_row
 
 
 class Clock:
-    """Raises NoTableError at a look after ``seconds`` of this thread's own time."""
+    """Raises NoTableError in ``look`` once ``seconds`` of this thread's CPU time are spent."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._began = time.thread_time()
 
     def look(self) -> None:
-        """Raise if it is late."""
+        """Raise NoTableError if the time is spent."""
         if time.thread_time() - self._began > self._seconds:
             raise NoTableError(f"it takes longer than seconds={self._seconds:g}")
 
@@ -56,8 +56,8 @@ class ByteAutomaton(NamedTuple):
 
     kinds: int64 [256], of each byte; bytes of a kind lead from every state to the same one.
     then: int32 [N, kinds], the next state, or ``NOWHERE``. can_end: bool [N].
-    is_open: bool [N], states that were not followed: nothing is known about what comes after them.
-    missing: int32 [N], bytes of the shortest way to the end.
+    is_open: bool [N], states that were not expanded: nothing is known about what comes after them.
+    missing: int32 [N], bytes of the shortest path to the end.
     """
 
     kinds: NDArray[np.int64]
@@ -68,11 +68,11 @@ class ByteAutomaton(NamedTuple):
 
 
 def explore(rules: Rules, limits: TableLimits, clock: Clock) -> ByteAutomaton:
-    """Follow every byte from the start, until nothing new comes or the limit of states is reached.
+    """Expand states by every byte from the start, until none is new or their limit is reached.
 
     A state is a ``ParseState``: all readings of a text, each a position in the rules and the
-    calls that are open around it. Two texts share a state only if these sets are equal, so that
-    whatever may follow the one may follow the other.
+    calls that are open around it. Two texts share a state only if these sets are equal, so both
+    have the same continuations.
 
     Raises NoTableError for rules that no automaton can be made of.
     """
@@ -128,13 +128,13 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
 
 
 class _Columns:
-    """What texts do to all states at once; texts that do the same share a column.
+    """Where texts lead from all states at once; texts with equal results share a column.
 
     values: uint16 [N] each, the state after the text from every state; ``refused`` where it is
     illegal, ``unknown`` where it passes an open state.
 
-    The columns of a text and one byte more is the byte's, looked up at the text's: so there is one
-    look-up for each distinct pair, however many tokens there are.
+    The column of a text and one more byte is the byte's column, indexed by the text's. So there is
+    one look-up for each distinct pair, however many tokens there are.
     """
 
     def __init__(self, automaton: ByteAutomaton, limits: TableLimits, clock: Clock) -> None:
@@ -254,7 +254,7 @@ def _longest_ends(
 
 
 def _margins(then: NDArray[np.int16], clock: Clock) -> NDArray[np.uint8]:
-    """See ``TokenTable``; then: int16 [C, N]."""
+    """uint8 [N]: the ``margins`` of a ``TokenTable``. then: int16 [C, N]."""
     margins = np.full(then.shape[1], ANY_NUMBER, dtype=np.uint8)
     leads_out = (then == OUTSIDE).any(axis=0)
     for margin in range(MOST_AHEAD if leads_out.any() else 0):
@@ -293,15 +293,15 @@ class _Way(NamedTuple):
 
 
 def tabled_part(compiled: CompiledGrammar) -> CompiledGrammar:
-    """What a table can stand for: of a grammar whose keys are unique, the one inside."""
+    """The grammar that a table can replace: the inner one where only unique keys are added."""
     return compiled.inner if isinstance(compiled, UniqueKeysGrammar) else compiled
 
 
 def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLimits) -> TokenTable:
-    """The table of a compiled grammar; in each of its states a matcher has been asked.
+    """The table of a compiled grammar, compared with a matcher in each of its states.
 
     Raises NoTableError where its rules are not known, where the table is beyond the limits, and
-    where a matcher has another row.
+    where a matcher's row differs.
     """
     clock = Clock(limits.seconds)
     try:
@@ -317,10 +317,10 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
 
 
 def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | None:
-    """Compare the rows of every state, and after one token of each class that is legal there.
+    """Compare the rows of every state, and those after one token of each class legal there.
 
-    A state is reached by a shortest text. So each entry of the table is looked at, with what is
-    legal after it.
+    Each state is reached by a shortest text. So every entry of the table is checked, and the row
+    after it.
     """
     _, first = np.unique(table.classes, return_index=True)
     for text, state, matcher in _every_state(table, compiled):
@@ -350,10 +350,10 @@ class Comparison(NamedTuple):
 def compare_texts(
     table: TokenTable, compiled: CompiledGrammar, steps: int, seed: int
 ) -> Comparison:
-    """Compare every row along random texts of ``steps`` tokens in all, up to the first difference.
+    """Compare every row on random texts of ``steps`` tokens in all, up to the first difference.
 
-    In each state a class of tokens is drawn, and a token of it: so the rare ones come as often as
-    the thousands that a string may hold. Texts that leave the table, and long ones, are given up.
+    In each state a class of tokens is drawn, then a token of it. So rare tokens come as often as
+    the thousands that a string may hold. A text ends where it leaves the table or gets too long.
     """
     dice = random.Random(seed)
     members = _members(table)
@@ -411,9 +411,9 @@ def _ways(table: TokenTable) -> list[_Way]:
 def _every_state(
     table: TokenTable, compiled: CompiledGrammar
 ) -> Iterator[tuple[tuple[int, ...], int, GrammarMatcher]]:
-    """A text that leads to each state, and one matcher that stands after it.
+    """Yield for each state a text that leads to it, the state, and one matcher after that text.
 
-    Raises NoTableError where the matcher does not go there.
+    Raises NoTableError where the matcher refuses a text.
     """
     after: dict[int, list[_Way]] = {}
     for way in _ways(table):

@@ -50,7 +50,7 @@ class TabledGrammar:
 
     @property
     def memory_size_bytes(self) -> int:
-        """Of the one inside; ``table_bytes`` has the table's."""
+        """Bytes of the inner grammar; ``table_bytes`` returns those of the table."""
         return self.inner.memory_size_bytes
 
     def count_text(self) -> None:
@@ -72,7 +72,7 @@ class TabledGrammar:
         return TextState.begin(self.new_parts())
 
     def new_style_matcher(self) -> GrammarMatcher | None:
-        """The one inside's: it is asked for guesses alone."""
+        """The inner grammar's, since it is used for drafts only."""
         return self.inner.new_style_matcher()
 
     def _end(self, made: Future[TokenTable]) -> None:
@@ -86,12 +86,12 @@ TEXTS = 32  # of one grammar, before its table is made: what is sent a few times
 
 
 class TableMaker:
-    """Puts tables next to compiled grammars; safe to use from several threads.
+    """Adds tables to compiled grammars; safe to use from several threads.
 
     make: the table of a spec's grammar. Raises NoTableError, and GrammarError where it is made in
         a process that fails.
-    texts: of a grammar, after which its table is made, one after another in a thread of its own,
-        which is a daemon, since nobody waits for it. 0 makes each at once.
+    texts: number of texts of a grammar after which its table is made. Tables are made one after
+        another in a daemon thread, since no caller waits for them. 0 makes each at once.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class TokenTable:
     rows: int32 [R, W], mask rows that differ. row_of: int32 [N], of each state.
     margins: uint8 [N], tokens that may follow before a text can leave the table; ``ANY_NUMBER`` for
     ``MOST_AHEAD`` or more.
-    ends: int32 [N], bytes of the shortest way to the end, from the state or from one that may
+    ends: int32 [N], bytes of the shortest path to the end, from the state or from one that may
     follow it and needs more.
     """
 
@@ -58,7 +58,7 @@ class TokenTable:
 
     @property
     def num_states(self) -> int:
-        """N."""
+        """N, the number of states."""
         return len(self.then)
 
     @property
@@ -68,7 +68,7 @@ class TokenTable:
 
     @property
     def memory_size_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         parts = (self.classes, self.then, self.rows, self.row_of, self.margins, self.ends)
         return sum(part.nbytes for part in parts)
 
@@ -84,7 +84,7 @@ class TokenTable:
         return then
 
     def states(self, state: int, token_ids: Sequence[int]) -> list[int]:
-        """After each of the tokens, as far as they keep to the table and do not end the text."""
+        """The states after each of the tokens, up to one that leaves the table or ends the text."""
         found: list[int] = []  # to call ``list[int]`` takes as long as to follow three tokens
         classes, then, width = self.steps
         size = len(classes)
@@ -110,8 +110,8 @@ class TokenTable:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A positive number of 33 bits; tables that differ in what texts do in them differ in it,
-        but for one chance in billions."""
+        """A positive number of 33 bits; tables with different states or rows have different
+        fingerprints, but for one chance in billions."""
         found = 0
         for part in (self.classes, self.then, self.rows, self.row_of):
             found = zlib.crc32(part.data, found)
@@ -119,46 +119,46 @@ class TokenTable:
 
     @cached_property
     def steps(self) -> Steps:
-        """What Python looks up token by token."""
+        """The arrays that Python looks up token by token, as memoryviews."""
         classes: Any = self.classes
         then: Any = self.then.reshape(-1)
         return Steps(memoryview(classes), memoryview(then), self.then.shape[1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arrays: another process makes the rest anew."""
+        """The arrays; another process computes the rest again."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 
 @dataclass(slots=True)
 class TableState:
-    """Where a text stands: in a state of a table. Whoever asked for it may move it on.
+    """The state of a text in a table. The caller may advance it.
 
-    spare: tokens that a budget leaves to the text, or fewer. Rows after which enough of them are
-    left for ``ends`` and a stop token are the table's own.
-    room: tokens after which the rows are known to be the table's own, or fewer.
+    spare: tokens that a budget leaves to the text, or fewer. A row is the table's own if, after the
+    next token, enough of them are left for ``ends`` and a stop token.
+    reach: the number of next tokens after which the rows are known to be the table's, or fewer.
     """
 
     table: TokenTable
     state: int
     spare: int = UNBOUND
-    room: int = -1
+    reach: int = -1
 
     def reaches(self, ahead: int) -> bool:
         """Whether the rows after up to ``ahead`` more tokens are the table's own."""
-        if self.room < ahead:  # of an earlier state, and less than this one's
+        if self.reach < ahead:  # of an earlier state, and less than this one's
             table, state = self.table, self.state
             # A budget looks at what is after the last row, too.
             within = self.spare - table.ends.item(state) - 2
-            self.room = min(min(table.margins.item(state), MOST_AHEAD) - 1, within)
-        return self.room >= ahead
+            self.reach = min(min(table.margins.item(state), MOST_AHEAD) - 1, within)
+        return self.reach >= ahead
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Go on by some tokens; False where they leave the table, or end the text."""
+        """Advance by some tokens; False, and no change, if they leave the table or end the text."""
         count, states = len(token_ids), self.table.states(self.state, token_ids)
         if len(states) < count:
             return False
         if states:
             self.state = states[-1]
         self.spare -= count
-        self.room -= count
+        self.reach -= count
         return True

@@ -1,4 +1,4 @@
-"""Where a JSON text stands, byte by byte, and what each token does to the keys around it."""
+"""The state of a JSON text, byte by byte, and what each token does to the keys around it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Keys(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """An open object, or an array (keys: None), and what it stands in.
+    """An open object, or an array (keys: None), and the frame around it.
 
     spelled: keys of this object and those around it that one token may spell in full.
     """
@@ -94,7 +94,7 @@ START = KeyState()
 def advance(state: KeyState, data: bytes, spelled: Container[bytes] = ()) -> KeyState | None:
     """The state after ``data``; None where a key is written for the second time in one object.
 
-    What is no JSON leads anywhere. spelled: the keys to remember as such.
+    Bytes that are not JSON may lead to any state. spelled: the keys to remember as such.
     """
     mode, frame, key, escape = state
     at, end = 0, len(data)
@@ -127,7 +127,7 @@ def unescape(
 ) -> tuple[bytes, bytes, int]:
     """Read on in a string from ``data[at]``, up to its end or to the quote that closes it.
 
-    Returns the decoded text after ``key``, an escape that is not complete, and where that is.
+    Returns ``key`` with the decoded text added, an incomplete escape, and the index reached.
     """
     if not escape and b"\\" not in data:
         stop = data.find(b'"', at)
@@ -147,7 +147,7 @@ def unescape(
 
 
 def _step(byte: bytes, mode: Mode, frame: Frame | None) -> tuple[Mode, Frame | None]:
-    """After one byte of structure."""
+    """The mode and frame after one byte of structure."""
     match byte:
         case b'"':
             return (Mode.KEY if mode is Mode.BEFORE_KEY else Mode.STRING), frame
@@ -253,7 +253,7 @@ class KeyTokens:
         return _legal(self._turning[mode], row)
 
     def advance(self, state: KeyState, token_id: int) -> KeyState | None:
-        """``follow`` of one token."""
+        """``advance`` by the bytes of one token."""
         data = self.data[token_id]
         if token_id not in self.special and state.mode in CHANGELESS:
             return state
@@ -270,7 +270,7 @@ def _legal(token_ids: NDArray[np.int64], row: NDArray[np.int32]) -> list[int]:
 
 
 def _pieces(data: bytes) -> list[bytes]:
-    """What stands between the quotes that are not escaped."""
+    """The pieces between the quotes that are not escaped."""
 
     def split() -> Iterator[bytes]:
         at = 0

@@ -30,13 +30,13 @@ def symbols_of(token_id: int, vocabulary: Vocabulary) -> Sequence[int]:
 class Marker:
     """A sequence of symbols to find, as a Knuth-Morris-Pratt automaton over tokens.
 
-    symbols: what to find. Text counts however it is split into tokens. Tokens that show no text
-        count where the marker holds them, and change nothing elsewhere.
+    symbols: what to find. Text matches however it is split into tokens. Tokens that show no text
+        match where the marker holds them, and change nothing elsewhere.
     encode: text to token ids, the way the tokenizer writes it; it gives ``spelling``.
 
     State n means that the last symbols are the first n of the marker; ``len(marker)`` is the end.
     In a state before it, a token is refused if it ends the text, or if the marker would end inside
-    of it: what stands after the marker belongs to the constraint, in tokens of its own. A single
+    of it: what comes after the marker belongs to the constraint, in tokens of its own. A single
     byte is never refused, so the marker can always be reached.
 
     Immutable but for its cache of rows; shared by requests. Raises GrammarCompileError for a marker
@@ -123,8 +123,8 @@ class Marker:
     def _spell(self) -> tuple[int, ...]:
         """[len(marker)]: in each state the token that leads on to the marker's end.
 
-        From state 0 it is the tokenizer's own spelling of the marker, and what was begun in another
-        way is completed in the tokenizer's spelling of the rest.
+        From state 0 it is the tokenizer's own spelling of the marker. A marker that was begun with
+        other tokens is completed in the tokenizer's spelling of the rest.
         """
         spelling = [-1] * len(self.symbols)
         for start in range(len(self.symbols)):
@@ -137,7 +137,7 @@ class Marker:
         return tuple(spelling)
 
     def _tokens_from(self, start: int) -> Iterator[int]:
-        """The tokens of the text, or the one special token, that the marker goes on with."""
+        """The tokens of the text, or the one special token, that come next in the marker."""
         if self.symbols[start] >= BYTES:
             yield self.symbols[start] - BYTES
             return

@@ -63,7 +63,7 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
     inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
-    notes: as the one inside has them. required: keys that some object must have.
+    notes: those of the inner grammar. required: keys that some object must have.
     """
 
     inner: BackendGrammar
@@ -74,7 +74,7 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     required: tuple[str, ...] = ()
 
     def recipe(self) -> Recipe | None:
-        """As the one inside has it, with the rules for its keys."""
+        """The recipe of the inner grammar, with the rules for its keys; None if it has none."""
         inner = self.inner.recipe() if isinstance(self.inner, RecipeGrammar) else None
         return None if inner is None else inner._replace(keys=KeyRules(self.run_out, self.required))
 
@@ -115,7 +115,7 @@ def with_key_rules(
 
 
 class _Judged(NamedTuple):
-    """What was found out about some tokens after a state."""
+    """Whether some tokens after a state write each key once."""
 
     state: KeyState | None
     rest: tuple[int, ...]

@@ -29,7 +29,7 @@ class ToolCall(NamedTuple):
     """One call of a text.
 
     id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
-        same call at the same place after the same prompt gets the same id.
+        same call at the same position after the same prompt gets the same id.
     arguments: valid under the tool's schema. raw: the call as it stands in the text.
     """
 
@@ -174,7 +174,7 @@ class MarkedText:
         self._widths = {mark: len(text.decode()) for mark, text in texts.items()}  # as text
 
     def mark(self, literal: str) -> str:
-        """A literal as it stands in a text that is read: with a character for each token."""
+        """A literal as it occurs in a text that is read: with a character for each token."""
         if self._names is None:
             return literal
         return self._names.sub(lambda found: self._marks.get(found[0], found[0]), literal)
@@ -291,7 +291,7 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
 def read_arguments(
     tool: Tool, argument: str | None, text: str, at: int, marks: MarkedText
 ) -> Arguments | None:
-    """What ``arguments_content`` has written into a text at a place; None where it has not."""
+    """What ``arguments_content`` has written into a text at an index; None where it has not."""
     if argument is None:
         return read_json(text, at)
     values: dict[str, Any] = {}
@@ -314,13 +314,13 @@ def read_arguments(
 
 
 def read_json(text: str, at: int) -> Arguments | None:
-    """The JSON object at a place in a text."""
+    """The JSON object at an index of a text."""
     end, value = _read_value(text, at)
     return Arguments(value, end) if isinstance(value, dict) else None
 
 
 def begun_object(text: str, at: int) -> str | None:
-    """The JSON object that begins at a place, as far as it is written; None where none does."""
+    """The JSON object that begins at an index, as far as it is written; None if none does."""
     if not text.startswith("{", at):
         return None
     end = _read_value(text, at)[0]
@@ -328,7 +328,7 @@ def begun_object(text: str, at: int) -> str | None:
 
 
 def _read_value(text: str, at: int) -> tuple[int, Any]:
-    """Where the JSON value at a place ends, and what it is; -1 where there is none."""
+    """Where the JSON value at an index ends, and what it is; -1 where there is none."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -404,7 +404,7 @@ class ReadText(NamedTuple):
 
 
 class BegunCall(NamedTuple):
-    """A call of a text that goes on.
+    """A call of an unfinished text.
 
     id: "" where the model writes none.
     arguments: as JSON, as far as it is written; "" of a call in another form, until that is whole.
@@ -416,7 +416,7 @@ class BegunCall(NamedTuple):
 
 
 class BegunText(NamedTuple):
-    """What is certain of a text that goes on: as it grows, so does each of its strings.
+    """What is certain of an unfinished text: as it grows, so does each of its strings.
 
     They are as ``MarkedText`` has read them. reasoning: None where there is none so far.
     is_cut: whether the last call is not whole yet.
@@ -432,7 +432,7 @@ class ToolRules(NamedTuple):
     """What a text may hold.
 
     tools: those that may be called; with the choice "named" there is one.
-    is_parallel: whether several calls may follow each other.
+    is_parallel: whether several calls may be made in one text.
     stop_names: added tokens that end the text, by name.
     """
 

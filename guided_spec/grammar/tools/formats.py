@@ -102,7 +102,7 @@ class DelimitedFormat:
         return ReadText(free.strip() if calls else free, tuple(calls))
 
     def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
-        """``read`` of a text that goes on, with whitespace around it left out."""
+        """``read`` of an unfinished text, with whitespace around it left out."""
         trigger, calls, free, at = marks.mark(self.trigger), list[BegunCall](), "", 0
         while (found := text.find(trigger, at)) >= 0:
             free += text[at:found]
@@ -186,7 +186,7 @@ class DelimitedFormat:
         return None
 
     def _header(self, tool: Tool, text: str, at: int, marks: MarkedText) -> _Header | None:
-        """What stands before the arguments of a call of one tool; None where it is not there."""
+        """The text before the arguments of a call of one tool; None where it does not match."""
         before, _, behind = map(marks.mark, self._around_arguments(tool).begin.partition("{id}"))
         if not text.startswith(before, at):
             return None
@@ -210,7 +210,7 @@ class _Header(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """What stands before the arguments of a call, with ``{id}``, and after them."""
+    """The text before the arguments of a call, with ``{id}``, and the text after them."""
 
     begin: str
     end: str
@@ -239,7 +239,7 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """After ``<|start|>assistant``: analysis and commentary, then a call or the answer.
+    """After ``<|start|>assistant``: analysis and commentary, then a call or the final text.
 
     A call ends the model's turn, so there is one at most.
     """
@@ -271,7 +271,7 @@ class HarmonyFormat:
         return ReadText(marks.show("\n".join(shown)), () if call is None else (call,), reasoning)
 
     def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
-        """``read`` of a text that goes on, with whitespace around it left out."""
+        """``read`` of an unfinished text, with whitespace around it left out."""
         found = _read_messages(text[: len(text) - begun_length(text, marks.mark(_END))], marks)
         rest = "" if found.is_open else text[found.end :]
         begun = _begun_call(rest, tools, marks)
