@@ -238,7 +238,7 @@ class Lookahead:
         drafting = [
             draft
             for draft in drafts
-            if draft.is_drafting and not draft.is_tabled and constraints[draft.request] is not None
+            if draft.stops is None and draft.is_drafting and constraints[draft.request] is not None
         ]
         if drafting and self._is_asleep:
             self._wake()  # some may turn out to be over
@@ -269,10 +269,18 @@ class Lookahead:
         """
         self._wake()
         for draft in self._drafts:
-            if draft.is_drafting and depth in (None, len(draft.drafted)):
-                if starved is not None:
-                    draft.starved += starved[draft.request]
-                self._accept(draft, token_ids[draft.request])
+            if not draft.is_drafting or depth not in (None, len(draft.drafted)):
+                continue
+            if starved is not None:
+                draft.starved += starved[draft.request]
+            token_id = token_ids[draft.request]
+            if token_id < 0:
+                draft.is_open = False
+            elif not self._is_refused(draft, token_id) and draft.append(token_id):
+                if self._pause is not None:
+                    self._check_pause(draft)
+            else:
+                draft.refuse(token_id)
 
     def accept_drawn(
         self, token_ids: Sequence[Sequence[int]], starved: Sequence[Sequence[int]]
@@ -398,22 +406,17 @@ class Lookahead:
             self._filling.result()
         return self._rows.first(len(self._drafts), num_draft + 1, self._sources)
 
-    def _accept(self, draft: RequestDraft, token_id: int) -> None:
-        if token_id < 0:
-            draft.is_open = False
-            return
-        if draft.fork is not None and not draft.is_tabled:
-            depth = len(draft.drafted)
-            if draft.filled <= depth:
-                self._fill([draft])
-            # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
-            if not self._rows.allows(draft.request, depth, token_id):
-                draft.refuse(token_id)
-                return
-        if draft.append(token_id):
-            self._check_pause(draft)
-        else:
-            draft.refuse(token_id)
+    def _is_refused(self, draft: RequestDraft, token_id: int) -> bool:
+        """Whether the mask of the draft's next position lacks a token.
+
+        The verifier goes by the mask, and a matcher's ``accept_token`` may admit more.
+        """
+        if draft.fork is None or draft.stops is not None:
+            return False
+        depth = len(draft.drafted)
+        if draft.filled <= depth:
+            self._fill([draft])
+        return not self._rows.allows(draft.request, depth, token_id)
 
     def _check_pause(self, draft: RequestDraft) -> None:
         if self._pause is not None and draft.is_drafting:

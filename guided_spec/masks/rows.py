@@ -506,7 +506,8 @@ class MaskRows:
         On a CUDA device it is the same memory at every call: copy the rows to keep them longer.
         """
         assert len(depths) == self._active
-        asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
+        active = self._active
+        asked = [at * active + b for b, at in enumerate(depths) if at is not None]
         if not self._block.is_filled(asked):
             return self._blank_next(len(depths))
         depth = self._common(depths)

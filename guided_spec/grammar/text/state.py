@@ -253,11 +253,13 @@ class TextState:
             token_ids = token_ids[count:]
         else:
             count = 0
-        is_terminated, accept = self.is_terminated, self.accept_token
+        stops, accept = self._parts.stops, self.accept_token
+        is_over = self.is_terminated()
         for token_id in token_ids:
-            if is_terminated() or not accept(token_id):
+            if is_over or not accept(token_id):
                 break
             count += 1
+            is_over = self.is_terminated() if stops is None else token_id in stops
         return count
 
     def rollback(self, num_tokens: int) -> None:
