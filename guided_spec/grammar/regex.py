@@ -126,7 +126,17 @@ def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     return write(pattern, context)
 
 
-def _write(pattern: str, context: Context) -> str:
+def to_search(pattern: str) -> str:
+    """A pattern for whole texts, in the backend's spelling: those in which ``re.search`` finds it.
+
+    Where ``pattern`` has no anchor at a side, anything may stand there; each of its alternatives
+    has its own anchors. Exceptions and errors are those of ``to_fullmatch``.
+    """
+    write = _write_short if len(pattern) <= _SHORT else _write
+    return write(pattern, "text", _ANYWHERE)
+
+
+def _write(pattern: str, context: Context, edge: _Edge | None = None) -> str:
     spend(16 + 2 * len(pattern))
     try:
         parsed = RE_PARSER.parse(pattern)
@@ -134,9 +144,8 @@ def _write(pattern: str, context: Context) -> str:
         # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
-        return _with_one_end(
-            _Writer(pattern, context).sequence(parsed, parsed.state.flags, _Edge())
-        )
+        writer, edge = _Writer(pattern, context), edge or _Edge()
+        return _with_one_end(writer.sequence(parsed, parsed.state.flags, edge))
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
 
@@ -146,13 +155,29 @@ _write_short = lru_cache(maxsize=256)(_write)  # schemas repeat a few patterns, 
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """Whether nothing can come before an item, or after it."""
+    """Whether nothing of the pattern can come before an item, or after it.
+
+    opens, closes: whether anything else may: no anchor keeps it out.
+    """
 
     first: bool = True
     last: bool = True
+    opens: bool = False
+    closes: bool = False
+
+    def around(self, index: int, begun: int, ended: int, count: int) -> _Edge:
+        """Of item ``index`` in a sequence of ``count``, with so many anchors at its two ends."""
+        first, last = index <= begun, index >= count - 1 - ended
+        return _Edge(
+            self.first and first,
+            self.last and last,
+            self.opens and first and begun == 0,
+            self.closes and last and ended == 0,
+        )
 
 
 _INSIDE = _Edge(first=False, last=False)
+_ANYWHERE = _Edge(opens=True, closes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +191,26 @@ class _Writer:
         nodes = list(items)
         spend(1 + len(nodes))
         begun = next((i for i, node in enumerate(nodes) if not _is_at(node, _BEGIN)), len(nodes))
-        ended = next((i for i, node in enumerate(reversed(nodes)) if not _is_at(node, _END)), 0)
+        ending = enumerate(reversed(nodes))
+        ended = next((i for i, node in ending if not _is_at(node, _END)), len(nodes))
+        is_open = (edge.opens and not begun) or (edge.closes and not ended)
+        if is_open and begun + ended >= len(nodes):  # nothing but anchors
+            written.append(self._anything())
         for index, (op, value) in enumerate(nodes):
-            first = edge.first and index <= begun
-            last = edge.last and index >= len(nodes) - 1 - ended
-            written.append(self.item(str(op), value, flags, _Edge(first, last)))
+            own = edge.around(index, begun, ended, len(nodes))
+            written.append(self._open_item(str(op), value, flags, own))
         return "".join(written)
+
+    def _open_item(self, op: str, value: Any, flags: int, edge: _Edge) -> str:
+        """``item``, and anything before it or after it where no anchor keeps that out."""
+        if op in ("AT", "SUBPATTERN", "BRANCH") or not (edge.opens or edge.closes):
+            return self.item(op, value, flags, edge)
+        before, after = (self._anything() if side else "" for side in (edge.opens, edge.closes))
+        inner = _Edge(edge.first and not edge.opens, edge.last and not edge.closes)
+        return f"{before}{self.item(op, value, flags, inner)}{after}"
+
+    def _anything(self) -> str:
+        return f"{self._characters(ANY_CHARACTER)}*"
 
     def item(self, op: str, value: Any, flags: int, edge: _Edge) -> str:
         match op:

@@ -10,12 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.regex import readable, to_fullmatch, to_search
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
 from tests.strategies import regexes, regexes_of_two_letters
@@ -275,3 +276,44 @@ def test_a_regex_is_one_automaton(pattern: str) -> None:
 def test_a_warning_of_re_is_a_refusal_where_it_is_an_error() -> None:
     with pytest.raises(GrammarCompileError, match="nested set"):
         to_fullmatch("[[:alpha:]]")
+
+
+ATOMS = ["a", "b", "[ab]", ".", "a*", "b?", "(?:ab)+", "^", "$", r"\A", r"\Z", "^a", "b$"]
+ATOMS += ["(?:^a|b)", "(a|b$)", "(?:^|b)a", "a(?:$|b)", "(^a)?b"]
+ALTERNATIVES = st.lists(
+    st.lists(st.sampled_from(ATOMS), max_size=3).map("".join), min_size=1, max_size=3
+)
+WITH_C = ["".join(text) for size in range(5) for text in itertools.product("abc", repeat=size)]
+
+
+@example(["^$", "^a"], "{}")
+@example(["^a", "b$"], "({})")
+@example(["^a$", "^b$"], "{}")
+@given(ALTERNATIVES, st.sampled_from(["{}", "({})", "({})a", "({})$"]))
+def test_anchors_bind_where_they_stand(alternatives: list[str], form: str) -> None:
+    """Each alternative has its own, or the pattern is refused."""
+    pattern = form.format("|".join(alternatives))
+    try:
+        written = re.compile(readable(to_search(pattern)))
+    except GrammarCompileError:
+        return
+    for text in WITH_C:
+        assert (re.search(pattern, text) is None) == (written.fullmatch(text) is None), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values", "others"),
+    [
+        ("^$|^https://", ["", "https://", "https://a"], ["http://", "a https://"]),
+        ("^ftp|gz$", ["ftp", "ftp.x", "a.gz", "gz"], ["gz.x", "xftp"]),
+        ("^(a|b$)", ["a", "axx", "b"], ["bx", "xa"]),
+        ("^a$|^b$", ["a", "b"], ["ab", "xb"]),
+    ],
+)
+def test_a_schema_s_pattern_is_searched_for(
+    pattern: str, values: list[str], others: list[str]
+) -> None:
+    spec = GrammarSpec.json_schema({"type": "string", "pattern": pattern})
+    grammar = BackendChoice("auto", BYTES).compile(spec)
+    assert [value for value in values if not accepts(grammar, json.dumps(value))] == []
+    assert [value for value in others if accepts(grammar, json.dumps(value))] == []

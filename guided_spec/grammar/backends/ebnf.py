@@ -49,6 +49,41 @@ def regex_ebnf(pattern: str) -> str:
     return f'root ::= Regex("{text}")\n'
 
 
+_GBNF = re.compile(
+    r'(?P<text>"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<blank>\s+|\#[^\n]*)'
+    r"|(?P<is>::=)|(?P<call>[\w.-]+\()|(?P<name>[\w.-]+)|(?P<mark>.)",
+    re.DOTALL,
+)
+_ANY = "[\\u0001-\\uD7FF\\uE000-\\U0010FFFF]"
+
+
+def gbnf_ebnf(source: str) -> str:
+    """A grammar in llama.cpp's GBNF as xgrammar reads it: ``.`` and empty alternatives written out.
+
+    The rest stays as it is, so that errors are about the user's own lines. Source of the format:
+    grammars/README.md of llama.cpp.
+    """
+    spend_on_text(source)
+    parts = [(str(found.lastgroup), found[0]) for found in _GBNF.finditer(source)]
+    shown = [at for at, (kind, _) in enumerate(parts) if kind != "blank"]
+    written = [_ANY if part == ("name", ".") else part[1] for part in parts]
+    for place, at in enumerate(shown):
+        if parts[at] not in (("is", "::="), ("mark", "("), ("mark", "|")):
+            continue
+        following = [parts[after] for after in shown[place + 1 : place + 3]]
+        if _ends_alternative(following):
+            written[at] += ' ""'
+    return "".join(written)
+
+
+def _ends_alternative(following: list[tuple[str, str]]) -> bool:
+    """Whether the next two parts say that nothing stands in an alternative that has just begun."""
+    if not following:
+        return True
+    is_rule = len(following) == 2 and following[0][0] == "name" and following[1][0] == "is"
+    return is_rule or following[0] in (("mark", "|"), ("mark", ")"))
+
+
 _MOST_KEYS = 8
 _MOST_SETS = 1024
 _WHITESPACE = r"[ \n\r\t]*"

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_fullmatch
+from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_search
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,
@@ -223,13 +223,11 @@ def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
 @lru_cache(maxsize=1024)
 def _search(pattern: str) -> str:
     """A pattern for the whole string such that ``re.search(pattern, string)`` succeeds."""
-    anything = "(?s:.*)"
-    for before, after in ((anything, anything), ("", anything), (anything, ""), ("", "")):
-        try:
-            return f"^(?:{to_fullmatch(f'{before}(?:{pattern}){after}')})$"
-        except GrammarCompileError as error:
-            reason = str(error)
-    raise UnsupportedSchemaError(f"the JSON schema cannot be enforced in full: {reason}")
+    try:
+        return f"^(?:{to_search(pattern)})$"
+    except GrammarCompileError as error:
+        reason = f"the JSON schema cannot be enforced in full: {error}"
+        raise UnsupportedSchemaError(reason) from error
 
 
 def _refusal(pointer: str, keyword: str, reason: str) -> UnsupportedSchemaError:

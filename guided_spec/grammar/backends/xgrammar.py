@@ -15,7 +15,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
+from guided_spec.grammar.backends.ebnf import any_order_ebnf, gbnf_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
@@ -349,7 +349,7 @@ def _run(compiler: Any, text: XGrammarText) -> Any:
         case "ebnf":
             # A rule above the root: the mask is too strict for a root that refers to itself.
             above = f"{text.root}_above"
-            whole = f"{source}\n{above} ::= {text.root}\n"
+            whole = f"{gbnf_ebnf(source)}\n{above} ::= {text.root}\n"
             return compiler.compile_grammar(whole, root_rule_name=above)
         case "lark":
             return compiler.compile_lark(source)

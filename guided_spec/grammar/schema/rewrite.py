@@ -23,11 +23,11 @@ from typing import Any
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.regex import (
     FORMATS,
-    RE_PARSER,
     fits_length,
     format_within,
     spend_on_search,
     to_fullmatch,
+    to_search,
 )
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
@@ -77,15 +77,11 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
 
 
 def is_anchored(pattern: str) -> bool:
-    """Whether ``pattern`` says itself where the string begins and ends."""
-    spend(len(pattern))
-    parsed = RE_PARSER.parse(pattern)
-    ends = ("AT_END", "AT_END_STRING")
-    return (
-        len(parsed) > 1
-        and str(parsed[0][1]).startswith("AT_BEGINNING")
-        and str(parsed[-1][1]) in ends
-    )
+    """Whether ``pattern`` says itself where the string begins and ends, in all its alternatives."""
+    try:
+        return to_search(pattern) == to_fullmatch(pattern)
+    except GrammarCompileError:
+        return False
 
 
 def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | None:

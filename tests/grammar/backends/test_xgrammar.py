@@ -56,6 +56,33 @@ def test_each_kind(spec: GrammarSpec, text: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "texts", "others"),
+    [
+        ('root ::= "a" . "b"', ["axb", "a\nb", "aéb"], ["ab", "axxb"]),
+        ('root ::= .* "|" ".#"', ["|.#", "ab|.#"], ["|x#"]),
+        ('root ::= ("a" | ) "b"', ["ab", "b"], ["a", "aab"]),
+        ('root ::= ( | "x") "y"', ["xy", "y"], ["x"]),
+        ('root ::= "a" | | "b"', ["a", "", "b"], ["ab"]),
+        ('root ::= "a" |', ["a", ""], ["aa"]),
+        ('root ::= ws "a"\nws ::= | " " | "\\n" [ \\t]{0,20}', ["a", " a", "\n\ta"], ["  a"]),
+        ('root ::= "a" e # x ::= |\n\ne ::= # nothing\nf ::= "|)"', ["a"], ["b", "a|)"]),
+        ('root ::= a.b ")" [|)(.]\na.b ::= "("', ["()|", "()."], ["()x"]),
+        ('root::="a" b\nb::=|"c"', ["a", "ac"], ["c"]),
+        ('root ::= Regex("(|a)b") "."', ["b.", "ab."], ["bx"]),
+    ],
+)
+def test_ebnf_as_llama_cpp_writes_it(source: str, texts: list[str], others: list[str]) -> None:
+    grammar = BACKEND.compile(GrammarSpec.ebnf(source))
+    assert [text for text in texts if not accepts(grammar, text)] == []
+    assert [text for text in others if accepts(grammar, text)] == []
+
+
+def test_an_error_in_ebnf_names_the_user_s_own_line() -> None:
+    with pytest.raises(GrammarCompileError, match="line 2"):
+        BACKEND.compile(GrammarSpec.ebnf('root ::= ("a" | ) .\nx ::= "a" )'))
+
+
+@pytest.mark.parametrize(
     ("spec", "error", "reason"),
     [
         (GrammarSpec("choice", ""), GrammarCompileError, "not JSON"),
