@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine.in_flight import StepInFlight, StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
 from guided_spec.engine.scheduler import Scheduler
+from guided_spec.engine.steps.in_flight import InFlight
+from guided_spec.engine.steps.planner import Turns
+from guided_spec.engine.steps.step_runner import StepRunner
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
@@ -101,24 +103,30 @@ def test_who_has_to_go_is_not_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where halves take turns: what is launched is committed before."""
-    requeue, launch = Scheduler.requeue, StepsInFlight.launch
-    landings, used = list[bool](), set[StepsInFlight]()
+    requeue, launch, commit = Scheduler.requeue, StepRunner.launch, StepRunner.commit
+    launched, in_flight = list[bool](), [InFlight(0)]
 
     def requeuing(scheduler: Scheduler, request: Request) -> None:
-        landings.extend(request in one.requests for one in used)
+        launched.append(request in in_flight[-1].requests)
         requeue(scheduler, request)
 
-    def launching(one: StepsInFlight, flight: StepInFlight) -> None:
-        used.add(one)
-        launch(one, flight)
+    def launching(*arguments: Any) -> InFlight:
+        in_flight.append(launch(*arguments))
+        return in_flight[-1]
+
+    def committing(*arguments: Any) -> InFlight:
+        in_flight.append(commit(*arguments))
+        return in_flight[-1]
 
     monkeypatch.setattr(Scheduler, "requeue", requeuing)
-    monkeypatch.setattr(StepsInFlight, "launch", launching)
-    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr(StepRunner, "launch", launching)
+    monkeypatch.setattr(StepRunner, "commit", committing)
+    monkeypatch.setattr(Turns, "are_taken", lambda _, num_texts, *__: num_texts >= 2)
     with make(headed, proposer, 6) as llm:
         assert texts(llm.generate(PROMPTS, PARAMS, on_error="return")) == expected
     assert waited.total() > 1
-    assert landings == [False] * waited.total()
+    assert max(len(one.steps) for one in in_flight) == 2
+    assert launched == [False] * waited.total()
 
 
 @pytest.mark.slow

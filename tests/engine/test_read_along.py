@@ -14,9 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch, PromptPiece
-from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
+from guided_spec.engine.steps import planner
+from guided_spec.engine.steps.in_flight import Piece
+from guided_spec.engine.steps.planner import Planner
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS, prompt_tokens_per_step
 from guided_spec.models.packed.graph_pool import SIZES, bucket
@@ -94,8 +96,8 @@ def test_the_texts_are_the_same(
     assert (reads["alone"] >= 1) == is_alone
     separate = reads["alone"]
     reads.clear()
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 0)
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 0)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
     assert reads["along"] == 0
     assert reads["alone"] > separate
@@ -111,7 +113,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
         PROMPTS[0],
         *([5 + at % 60 for at in range(length)] for length in (120, 150, 90)),
     ]
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 8)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 8)
     longest, found, read = list[int](), list[Any](), PackedSlotHead.read
 
     def reading(head: Any, slots: Any, tokens: Any, states: Any) -> None:
@@ -125,7 +127,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             outputs = llm.generate(prompts, params[:4])
         found.append(tokens([list(output.completions) for output in outputs]))
-        monkeypatch.setattr(engine.Engine, "_begun", lambda _: [])
+        monkeypatch.setattr(Planner, "begun", lambda *_: [])
         monkeypatch.setattr(LearnedHead, "_read_prompts", lambda *_: None)
     assert found[0] == found[1]
     assert longest[0] < longest[1]
@@ -165,13 +167,13 @@ def test_long_prompts_are_read_in_pieces(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
 ) -> None:
     """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 2)
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)  # the first ones
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 2)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)  # the first ones
     found = write(headed, "eagle3", PARAMS, kernels="packed")
     assert reads["most along"] == 2
     assert reads["most alone"] > 2
     along = reads["along"]
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 512)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 512)
     reads.clear()
     assert tokens(write(headed, "eagle3", PARAMS, kernels="packed")) == tokens(found)
     assert reads["most along"] > 2
@@ -247,7 +249,7 @@ def test_a_prompt_and_its_first_token_take_one_forward(
         found.append(output.completions[0].token_ids)
         counts.append(Counter(reads))
         reads.clear()
-        monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
+        monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)
     assert not has_seed or found[0] == found[1]
     is_drafted = proposer == "eagle3" and verifier == "rejection" and is_sampled and has_seed
     assert [count["alone"] for count in counts] == [int(is_drafted), 1]
@@ -260,13 +262,13 @@ def test_so_they_do_beside_others(
 ) -> None:
     found = write(headed, "none", FREE, kernels="packed")
     assert reads["alone"] == 0
-    forwards, decodes_with_prompt = reads["forwards"], engine.Engine._decodes_with_prompt
+    forwards, decodes_with_prompt = reads["forwards"], Planner.decodes_with_prompt
 
-    def while_nobody_decodes(self: Any, piece: Any) -> bool:
-        is_alone = not self._scheduler.running(State.DECODE)
+    def while_nobody_decodes(self: Planner, piece: Piece) -> bool:
+        is_alone = not self.scheduler.running(State.DECODE)
         return is_alone and decodes_with_prompt(self, piece)
 
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", while_nobody_decodes)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", while_nobody_decodes)
     reads.clear()
     assert tokens(write(headed, "none", FREE, kernels="packed")) == tokens(found)
     assert forwards < reads["forwards"]

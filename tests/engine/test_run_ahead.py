@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.draft_length import DraftLengthPolicy
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.steps.draft_length import DraftLengthPolicy
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
