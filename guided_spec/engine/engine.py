@@ -169,7 +169,7 @@ class Engine:
         for request, error in self._slow.take_failed():
             self._scheduler.end(request, error)
         # A forward that is launched reads no prompts: they come with the next one.
-        is_ahead = self.target.is_ahead and bool(self._scheduler.running(State.DECODE))
+        is_ahead = self.in_flight.ahead is not None and bool(self._scheduler.running(State.DECODE))
         if not is_ahead:
             self._intake.admit()
         if not self._scheduler.running():
@@ -242,7 +242,6 @@ class Engine:
         if not running:
             raise error
         self.in_flight = self.in_flight.dropped()
-        self.target.drop_ahead()
         if len(running) == 1 or self._is_parallel:
             self.fail(running, error)
             return

@@ -16,11 +16,11 @@ from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.steps.in_flight import InFlight
 from guided_spec.engine.steps.planner import Turns
 from guided_spec.engine.steps.step_runner import StepRunner
-from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.types import SamplingParams
+from tests.engine.reads import watch_reads
 from tests.learned_heads import HeadedTarget
 from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
@@ -181,13 +181,7 @@ def test_nobody_comes_in_who_could_not_go_on(
     headed: HeadedTarget, waited: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One read all of its prompt before, and had to go for the room that its first draft needs."""
-    read, forward = list[int](), LineTarget._read_line
-
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        read.extend(len(prompt.token_ids) for prompt in line.prompts)
-        return forward(target, tokens, line, *answer)
-
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
+    reads = watch_reads(monkeypatch)
     long = [5 + at * 7 % 300 for at in range(2 * BLOCK + 9)]
     prompts = [long[: BLOCK // 2], long[: BLOCK + 3], long]
     params = SamplingParams(max_tokens=56, ignore_eos=True)
@@ -195,22 +189,17 @@ def test_nobody_comes_in_who_could_not_go_on(
     with make(headed, "none", 4, **options) as llm:
         llm.generate(prompts, params)
     assert not waited
-    assert sum(read) == sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(one.num_tokens for one in reads) == sum(len(prompt) - 1 for prompt in prompts)
 
 
 def test_who_came_first_reads_first(headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though one that came later has a slot before its own."""
-    read, forward = list[int](), LineTarget._read_line
-
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        read.extend(prompt.slot for prompt in line.prompts)
-        return forward(target, tokens, line, *answer)
-
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
+    reads = watch_reads(monkeypatch)
     prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[3]]
     params = [replace(FREE, max_tokens=length) for length in (1, 9, 9)]
     with make(headed, "none", None, max_batch_size=2, prefill_tokens=8, prefix_cache=False) as llm:
         llm.generate(prompts, params)
+    read = [prompt.slot for one in reads for prompt in one.prompts]
     first = [slot for slot, before in zip(read, [None, *read], strict=False) if slot != before]
     assert first == [0, 1, 0]
 

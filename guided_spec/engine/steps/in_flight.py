@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from guided_spec.core import DecodeBatch, PromptPiece
+from guided_spec.core import DecodeBatch, PromptPiece, TargetModel
 from guided_spec.engine.request import Request
 from guided_spec.engine.steps.draft_length import DraftLengthPolicy
 from guided_spec.step import Step
@@ -59,24 +59,26 @@ class InFlight(NamedTuple):
 
     num_drafted: draft tokens of the step launched last. steps: launched and not yet committed, one
     or two that take turns, the oldest first. draft_state: of the proposer, from the step committed
-    last, for the one launched next. ended: when the last step was committed, in seconds; None where
-    nobody has decoded since. backlog: prompt tokens that waited at most since none did.
+    last, for the one launched next. ahead: verifies that one by a forward that is launched already.
+    ended: when the last step was committed, in seconds; None where nobody has decoded since.
+    backlog: prompt tokens that waited at most since none did.
     """
 
     num_drafted: int
     steps: tuple[StepInFlight, ...] = ()
     draft_state: object | None = None
+    ahead: TargetModel | None = None
     ended: float | None = None
     backlog: int = 0
 
     def launched(self, step: StepInFlight) -> InFlight:
-        """With a step more, which took the proposer's state."""
-        count = max(0, step.plan.num_draft_tokens)
-        return self._replace(num_drafted=count, steps=(*self.steps, step), draft_state=None)
+        """With a step more, which took what the step before left to it."""
+        count, steps = max(0, step.plan.num_draft_tokens), (*self.steps, step)
+        return InFlight(count, steps, ended=self.ended, backlog=self.backlog)
 
     def dropped(self) -> InFlight:
         """Without any step, none of which is committed: their requests have failed."""
-        return self._replace(steps=(), draft_state=None)
+        return InFlight(self.num_drafted, ended=self.ended, backlog=self.backlog)
 
     def with_backlog(self, waiting: Sequence[Request]) -> InFlight:
         """Once the prompts of ``waiting`` are next."""

@@ -51,7 +51,7 @@ class StepRunner:
             batch = self._batch(plan)
         started = time.perf_counter()
         step = speculative_step(
-            self.target,
+            last.ahead or self.target,
             self.proposer if plan.num_draft_tokens != PLAIN else self.no_draft,
             batch,
             carry=last.draft_state,
@@ -65,9 +65,9 @@ class StepRunner:
         What does not depend on the host is launched before the step is waited for.
         """
         plan, batch, step, started = flight
-        draft_state = step.launch_carry(self.side)
+        draft_state, ahead = step.launch_carry(self.side), None
         if self.target.launches_at_once and planner.knows_next(flight, last):
-            self.target.run_ahead(batch, step.accepted.token_ids)
+            ahead = self.target.run_ahead(batch, step.accepted.token_ids)
         self.intake.bind_next()
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.packed)
@@ -83,7 +83,7 @@ class StepRunner:
         if not planner.is_parallel:
             self.slow.note(plan.requests)
         self.begin_decoding([piece.request for piece in plan.pieces])
-        return last._replace(draft_state=draft_state, ended=ended)
+        return last._replace(draft_state=draft_state, ahead=ahead, ended=ended)
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Read prompts by a forward of their own, which may still run when this returns."""
