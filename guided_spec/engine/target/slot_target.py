@@ -21,7 +21,6 @@ class SlotTarget:
     """
 
     launches_at_once = False
-    is_ahead = False
 
     def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
