@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from guided_spec.engine.draft_length import DraftLengthPolicy
+from guided_spec.engine.steps.draft_length import DraftLengthPolicy
 
 
 def draft_by_chance(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -136,4 +136,6 @@ def drafted_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Else one has not that comes while nobody decodes, and in which step a text comes is chance: for
     tests that compare the drafts of several texts.
     """
-    monkeypatch.setattr("guided_spec.engine.engine.Engine._decodes_with_prompt", lambda *_: False)
+    monkeypatch.setattr(
+        "guided_spec.engine.steps.planner.Planner.decodes_with_prompt", lambda *_: False
+    )

@@ -52,12 +52,12 @@ def test_what_counts_as_a_use() -> None:
 from guided_spec.step import _commit_row, commit
 class Own:
     def method(self): return self._own, other._theirs._replace(a=1)
-patch.setattr("guided_spec.engine.Engine._plan", 3)
-patch.setattr(Engine, "_launch", 3)
+patch.setattr("guided_spec.engine.Engine._own_plan", 3)
+patch.setattr(Engine, "_own_launch", 3)
 text = "not _a name"
 """
     used = {name for name in used_names(source) if is_private(name)}
-    assert used == {"_commit_row", "_theirs", "_plan", "_launch"}
+    assert used == {"_commit_row", "_theirs", "_own_plan", "_own_launch"}
 
 
 def test_private_names_that_tests_use_are_listed() -> None:

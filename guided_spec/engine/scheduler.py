@@ -1,14 +1,21 @@
-"""Which requests hold a slot, and which wait for one."""
+"""Which requests hold a slot, which wait for one, and which are admitted."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from guided_spec.engine.request import Request, State
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import GrammarError, GuidedSpecError
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.models.causal_lm import CausalLM
+
+BOUND_AT_ONCE = 8  # texts that get their grammars while a step runs: more would hold it up
+PATIENCE = 0.05  # seconds until somebody may have cancelled
 
 
 class Load(NamedTuple):
@@ -76,6 +83,11 @@ class Scheduler:
         requests = list(self._running.values())
         return requests if state is None else [r for r in requests if r.state is state]
 
+    @property
+    def all_decode(self) -> bool:
+        """Whether no request that holds a slot does anything else than decode."""
+        return all(request.state is State.DECODE for request in self._running.values())
+
     def ready(self) -> list[Request]:
         """Waiting requests whose grammar is done, at most as many as there are free slots.
 
@@ -135,3 +147,53 @@ class Scheduler:
         if not sharing:
             del self._by_prompt[request.prompt_hash]
         self._free.append(slot)
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Admits requests whose grammars are compiled, while the model's KV cache has capacity.
+
+    longest_draft: draft tokens of a text at most. is_parallel: whether several processes run the
+    model, which must admit the same requests at the same step.
+    """
+
+    scheduler: Scheduler
+    model: CausalLM
+    longest_draft: int
+    is_parallel: bool
+
+    def admit(self) -> None:
+        """Give slots to those that may begin."""
+        if self.is_parallel:
+            # Whose grammar is done first must not decide what is batched in which process.
+            wait(self._grammars())
+        for request in self.scheduler.ready():
+            if not self.model.has_blocks(len(request.text.tokens) + self.longest_draft):
+                break  # else it would read its prompt, and go back to the queue
+            if self._bind(request):
+                self.scheduler.admit(request)
+                request.num_cached, request.is_begun = 0, False
+                request.stats.start()
+
+    def bind_next(self) -> None:
+        """Bind those that come next to their grammars, while the device works."""
+        for request in [] if self.is_parallel else self.scheduler.coming(BOUND_AT_ONCE):
+            self._bind(request)
+
+    def wait(self) -> None:
+        """Wait for a grammar, for a while."""
+        wait(self._grammars(), timeout=PATIENCE, return_when="FIRST_COMPLETED")
+
+    def _bind(self, request: Request) -> bool:
+        """Give it its compiled grammar; False where that cannot be, with which it ends."""
+        try:
+            request.take_grammar()
+        except GuidedSpecError as error:
+            self.scheduler.end(request, error)
+        except Exception as error:  # as of a backend's matcher; it concerns this request alone
+            self.scheduler.end(request, GrammarError(f"the grammar cannot be used: {error!r}"))
+        return request.state is not State.FINISHED
+
+    def _grammars(self) -> list[Future[CompiledGrammar]]:
+        jobs = [request.job for request in self.scheduler]
+        return [job.grammar for job in jobs if job.grammar is not None]

@@ -378,12 +378,13 @@ def _describe(engine: Engine) -> str:
         if target.runs_as == PackedDecoder.runs_as and target.dtype in DTYPES and is_installed():
             graphs += ", long prompts by FlashAttention 3"
     memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
-    turns = "" if engine.turns_from is None else f", halves of {engine.turns_from} texts take turns"
+    least = engine.planner.turns.least
+    turns = "" if least is None else f", halves of {least} texts take turns"
     return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}{turns}"
 
 
 def _prefix_cache(engine: Engine) -> str:
-    if engine.takes_prefixes:
+    if engine.planner.prefixes.takes:
         return "on"
     if not engine.config.prefix_cache:
         return "off (prefix_cache=False)"
@@ -497,7 +498,7 @@ def decisions_of(engine: Engine) -> Decisions:
         batch_size=model.num_slots,
         longest_draft=config.longest_draft,
         vocab_size=model.vocab_size,
-        has_own_vocabulary=engine.has_own_vocabulary,
+        has_own_vocabulary=engine.proposer.has_own_vocabulary,
         verifier=config.verifier,
         dtype=model.dtype,
         device=model.device,

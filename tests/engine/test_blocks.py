@@ -147,7 +147,7 @@ def test_cancelled_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyP
             assert resume.wait(PATIENCE)
         return step
 
-    monkeypatch.setattr("guided_spec.engine.engine.speculative_step", held)
+    monkeypatch.setattr("guided_spec.engine.steps.step_runner.speculative_step", held)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     outputs: list[RequestOutput] = []
     stream = llm.stream(PROMPT, params)

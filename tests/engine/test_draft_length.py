@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from guided_spec import step
 from guided_spec.core import PromptPiece
-from guided_spec.engine import draft_length, in_flight
-from guided_spec.engine.draft_length import (
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.steps import draft_length, step_runner
+from guided_spec.engine.steps.draft_length import (
     PLAIN,
     DraftLengthPolicy,
     ForwardTimes,
     StepTaken,
     draft_lengths,
 )
-from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.by_chance import draft_by_chance
@@ -378,7 +378,7 @@ def test_an_engine_leaves_drafts_that_cost_too_much(monkeypatch: pytest.MonkeyPa
         clock[0] += 10.0 if batch.num_draft_tokens else 1.0
         return step.commit(batch, *arguments)
 
-    monkeypatch.setattr(in_flight, "commit", commit)
+    monkeypatch.setattr(step_runner, "commit", commit)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(draft_length, "SHORTEST", 200)
     with make_llm("llama", "draft_model", tiny_model("qwen3"), drafting="auto") as llm:
@@ -397,7 +397,7 @@ def test_a_pause_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 1.0
         return step.commit(*arguments)
 
-    monkeypatch.setattr(in_flight, "commit", commit)
+    monkeypatch.setattr(step_runner, "commit", commit)
     monkeypatch.setattr(DraftLengthPolicy, "count", lambda _, taken: seconds.append(taken.seconds))
     options = Options.from_dict({"drafting": "auto", "max_model_len": 64})
     setup = Setup.build(None, "ngram", None, options)

@@ -16,6 +16,7 @@ from guided_spec import SamplingParams
 from guided_spec.config import EngineConfig
 from guided_spec.engine import setup as memory
 from guided_spec.engine.setup import SlotPlan, plan_slots
+from guided_spec.engine.steps.planner import Turns
 from guided_spec.errors import ConfigError
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.host import zeros_on_demand
@@ -107,10 +108,9 @@ def test_the_log_says_who_reads_long_prompts(
         num_slots=2,
         runs_as="packed forwards",
     )
-    turns_from = 86 if is_there else None
-    engine: Any = SimpleNamespace(
-        model=target, config=EngineConfig(), takes_prefixes=True, turns_from=turns_from
-    )
+    turns = Turns(86 if is_there else None)
+    planner = SimpleNamespace(prefixes=SimpleNamespace(takes=True), turns=turns)
+    engine: Any = SimpleNamespace(model=target, config=EngineConfig(), planner=planner)
     said = memory._describe(engine)
     assert ("FlashAttention 3" in said) == (is_there and dtype == torch.bfloat16)
     assert ("halves of 86 texts take turns" in said) == is_there

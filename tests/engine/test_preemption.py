@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine.in_flight import StepInFlight, StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.steps.in_flight import InFlight
+from guided_spec.engine.steps.planner import Turns
+from guided_spec.engine.steps.step_runner import StepRunner
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.types import SamplingParams
+from tests.engine.reads import watch_reads
 from tests.learned_heads import HeadedTarget
 from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
@@ -101,24 +103,30 @@ def test_who_has_to_go_is_not_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where halves take turns: what is launched is committed before."""
-    requeue, launch = Scheduler.requeue, StepsInFlight.launch
-    landings, used = list[bool](), set[StepsInFlight]()
+    requeue, launch, commit = Scheduler.requeue, StepRunner.launch, StepRunner.commit
+    launched, in_flight = list[bool](), [InFlight(0)]
 
     def requeuing(scheduler: Scheduler, request: Request) -> None:
-        landings.extend(request in one.requests for one in used)
+        launched.append(request in in_flight[-1].requests)
         requeue(scheduler, request)
 
-    def launching(one: StepsInFlight, flight: StepInFlight) -> None:
-        used.add(one)
-        launch(one, flight)
+    def launching(*arguments: Any) -> InFlight:
+        in_flight.append(launch(*arguments))
+        return in_flight[-1]
+
+    def committing(*arguments: Any) -> InFlight:
+        in_flight.append(commit(*arguments))
+        return in_flight[-1]
 
     monkeypatch.setattr(Scheduler, "requeue", requeuing)
-    monkeypatch.setattr(StepsInFlight, "launch", launching)
-    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr(StepRunner, "launch", launching)
+    monkeypatch.setattr(StepRunner, "commit", committing)
+    monkeypatch.setattr(Turns, "are_taken", lambda _, num_texts, *__: num_texts >= 2)
     with make(headed, proposer, 6) as llm:
         assert texts(llm.generate(PROMPTS, PARAMS, on_error="return")) == expected
     assert waited.total() > 1
-    assert landings == [False] * waited.total()
+    assert max(len(one.steps) for one in in_flight) == 2
+    assert launched == [False] * waited.total()
 
 
 @pytest.mark.slow
@@ -173,13 +181,7 @@ def test_nobody_comes_in_who_could_not_go_on(
     headed: HeadedTarget, waited: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One read all of its prompt before, and had to go for the room that its first draft needs."""
-    read, forward = list[int](), LineTarget._read_line
-
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        read.extend(len(prompt.token_ids) for prompt in line.prompts)
-        return forward(target, tokens, line, *answer)
-
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
+    reads = watch_reads(monkeypatch)
     long = [5 + at * 7 % 300 for at in range(2 * BLOCK + 9)]
     prompts = [long[: BLOCK // 2], long[: BLOCK + 3], long]
     params = SamplingParams(max_tokens=56, ignore_eos=True)
@@ -187,22 +189,17 @@ def test_nobody_comes_in_who_could_not_go_on(
     with make(headed, "none", 4, **options) as llm:
         llm.generate(prompts, params)
     assert not waited
-    assert sum(read) == sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(one.num_tokens for one in reads) == sum(len(prompt) - 1 for prompt in prompts)
 
 
 def test_who_came_first_reads_first(headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though one that came later has a slot before its own."""
-    read, forward = list[int](), LineTarget._read_line
-
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        read.extend(prompt.slot for prompt in line.prompts)
-        return forward(target, tokens, line, *answer)
-
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
+    reads = watch_reads(monkeypatch)
     prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[3]]
     params = [replace(FREE, max_tokens=length) for length in (1, 9, 9)]
     with make(headed, "none", None, max_batch_size=2, prefill_tokens=8, prefix_cache=False) as llm:
         llm.generate(prompts, params)
+    read = [prompt.slot for one in reads for prompt in one.prompts]
     first = [slot for slot, before in zip(read, [None, *read], strict=False) if slot != before]
     assert first == [0, 1, 0]
 

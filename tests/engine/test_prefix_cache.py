@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine import engine
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.steps import planner
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
+from tests.engine.reads import watch_reads
 from tests.learned_heads import HeadedTarget, overfit
 from tests.models.heads.block_checkpoints import write_dflash
 from tests.tiny_llm import make_llm
@@ -60,19 +60,6 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
     return [c.stats.cached_tokens for output in outputs for c in output.completions]
 
 
-def count_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many prompts each forward reads, as forwards run."""
-    found: list[int] = []
-    forward = LineTarget._read_line
-
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        found.append(len(line.prompts))
-        return forward(target, tokens, line, *answer)
-
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(headed: HeadedTarget) -> list[tuple[list[int], str]]:
     """Without a prefix cache, and without drafts; twice the same, and nothing is found."""
@@ -108,20 +95,19 @@ def test_a_text_of_one_token_leaves_its_prompt_too(headed: HeadedTarget, propose
 def test_what_is_cached_is_not_read_again(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    forward = LineTarget._read_line
+    reads = watch_reads(monkeypatch)
 
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        read.extend(prompt.start for prompt in line.prompts for _ in prompt.token_ids)
-        return forward(target, tokens, line, *answer)
+    def starts() -> list[int]:
+        """Of each token that was read, where its piece of a prompt begins."""
+        pieces = [prompt for one in reads for prompt in one.prompts]
+        return [piece.start for piece in pieces for _ in piece.token_ids]
 
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
     with make(headed) as llm:
         (one,) = llm.generate(SYSTEM, FREE)
-        assert read == [0] * (len(SYSTEM) - 1)
-        read.clear()
+        assert starts() == [0] * (len(SYSTEM) - 1)
+        reads.clear()
         (other,) = llm.generate(SYSTEM, FREE)
-        assert read == [2 * BLOCK] * 4
+        assert starts() == [2 * BLOCK] * 4
         assert tokens([other]) == tokens([one])
 
 
@@ -137,19 +123,19 @@ def test_what_is_known_keeps_nobody_waiting(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
     """A head reads the last known block again, though others read it in the same step."""
-    together = count_prompts(monkeypatch)
+    reads = watch_reads(monkeypatch)
     with make(headed, proposer) as llm:
         llm.generate(SYSTEM, FREE)
-        together.clear()
+        reads.clear()
         llm.generate([[*SYSTEM, 40 + row, 9] for row in range(4)], FREE)
-    assert [count for count in together if count] == [4]
+    assert [len(one.prompts) for one in reads if one.prompts] == [4]
 
 
 def test_prompts_wait_for_the_head_of_one_that_begins_alike(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is read in pieces beside a text that decodes, and its head reads it behind that."""
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: BLOCK + 2)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: BLOCK + 2)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [[3, 4], *([*SYSTEM, 40 + row, 9] for row in range(3))]
     with make(headed, "eagle3", prefill_tokens=8) as llm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -14,15 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch, PromptPiece
-from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
+from guided_spec.engine.steps import planner
+from guided_spec.engine.steps.in_flight import Piece
+from guided_spec.engine.steps.planner import Planner
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS, prompt_tokens_per_step
 from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, SamplingParams
+from tests.engine.reads import Read, watch_reads
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget
 from tests.models.speculation import prompts_of
@@ -45,21 +48,14 @@ PROPOSERS = [
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Forwards over prompts alone, and over prompts along with drafts, and how many they read."""
-    calls = Counter[str]()
-    forward = LineTarget._read_line
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
+    """Of all forwards, as they are launched."""
+    return watch_reads(monkeypatch)
 
-    def reading(target: LineTarget, tokens: Any, line: Any, *answer: Any) -> Any:
-        kind = "along" if len(tokens) else "alone"
-        calls[kind] += bool(line.prompts)
-        calls["forwards"] += 1
-        count = sum(len(prompt.token_ids) for prompt in line.prompts)
-        calls[f"most {kind}"] = max(calls[f"most {kind}"], count)
-        return forward(target, tokens, line, *answer)
 
-    monkeypatch.setattr(LineTarget, "_read_line", reading)
-    return calls
+def tokens_of(reads: Sequence[Read], *, is_alone: bool) -> list[int]:
+    """Prompt tokens of each forward that reads any, by itself or along with drafts."""
+    return [one.num_tokens for one in reads if one.prompts and one.is_alone == is_alone]
 
 
 def write(
@@ -82,23 +78,23 @@ def tokens(found: list[list[Completion]]) -> list[list[tuple[list[int], str]]]:
 def test_the_texts_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
     headed: HeadedTarget,
-    reads: Counter[str],
+    reads: list[Read],
     proposer: str,
     temperature: float,
 ) -> None:
     params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
     found = write(headed, proposer, params, kernels="packed")
-    assert reads["along"] > 1
+    assert len(tokens_of(reads, is_alone=False)) > 1
     # The first ones, while nobody decodes: by themselves where a head drafts for the first token.
     is_alone = temperature > 0 and "eagle3" in proposer
-    assert (reads["alone"] >= 1) == is_alone
-    separate = reads["alone"]
+    separate = len(tokens_of(reads, is_alone=True))
+    assert (separate >= 1) == is_alone
     reads.clear()
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 0)
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 0)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
-    assert reads["along"] == 0
-    assert reads["alone"] > separate
+    assert not tokens_of(reads, is_alone=False)
+    assert len(tokens_of(reads, is_alone=True)) > separate
 
 
 @pytest.mark.parametrize("proposer", ["eagle3", "chain:ngram+eagle3"])
@@ -111,7 +107,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
         PROMPTS[0],
         *([5 + at % 60 for at in range(length)] for length in (120, 150, 90)),
     ]
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 8)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 8)
     longest, found, read = list[int](), list[Any](), PackedSlotHead.read
 
     def reading(head: Any, slots: Any, tokens: Any, states: Any) -> None:
@@ -125,7 +121,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             outputs = llm.generate(prompts, params[:4])
         found.append(tokens([list(output.completions) for output in outputs]))
-        monkeypatch.setattr(engine.Engine, "_begun", lambda _: [])
+        monkeypatch.setattr(Planner, "begun", lambda *_: [])
         monkeypatch.setattr(LearnedHead, "_read_prompts", lambda *_: None)
     assert found[0] == found[1]
     assert longest[0] < longest[1]
@@ -154,28 +150,29 @@ def test_no_draft_waits_for_the_prompt_that_a_step_has_read(
     assert sum(found[1]) < sum(found[3])
 
 
-def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: Counter[str]) -> None:
+def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: list[Read]) -> None:
     params = [replace(p, n=2, temperature=1.0, seed=row) for row, p in enumerate(PARAMS)]
     found = write(headed, "ngram", params, kernels="packed")
-    assert reads["along"] > 1
+    assert len(tokens_of(reads, is_alone=False)) > 1
     assert tokens(found) == tokens(write(headed, "ngram", params, kernels="stock"))
 
 
 def test_long_prompts_are_read_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: list[Read]
 ) -> None:
     """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 2)
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)  # the first ones
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 2)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)  # the first ones
     found = write(headed, "eagle3", PARAMS, kernels="packed")
-    assert reads["most along"] == 2
-    assert reads["most alone"] > 2
-    along = reads["along"]
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 512)
+    along = tokens_of(reads, is_alone=False)
+    assert max(along) == 2
+    assert max(tokens_of(reads, is_alone=True)) > 2
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 512)
     reads.clear()
     assert tokens(write(headed, "eagle3", PARAMS, kernels="packed")) == tokens(found)
-    assert reads["most along"] > 2
-    assert reads["along"] < along
+    longer = tokens_of(reads, is_alone=False)
+    assert max(longer) > 2
+    assert len(longer) < len(along)
     assert tokens(write(headed, "none", PARAMS, kernels="stock")) == tokens(found)
 
 
@@ -231,7 +228,7 @@ def test_few_tokens_are_read_whatever_graphs_there_are() -> None:
 def test_a_prompt_and_its_first_token_take_one_forward(
     monkeypatch: pytest.MonkeyPatch,
     headed: HeadedTarget,
-    reads: Counter[str],
+    reads: list[Read],
     proposer: str,
     verifier: str,
     sampling: dict[str, Any],
@@ -239,37 +236,38 @@ def test_a_prompt_and_its_first_token_take_one_forward(
     """Unless the text that a seed asks for depends on what is drafted."""
     params = replace(PARAMS[0], **sampling)
     has_seed, is_sampled = sampling["seed"] is not None, sampling["temperature"] > 0
-    found, counts = list[list[int]](), list[Counter[str]]()
+    found, alone, forwards = list[list[int]](), list[int](), list[int]()
     for _ in range(2):
         options: Any = {"verifier": verifier, "kernels": "packed", "prefill_tokens": 1024}
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             (output,) = llm.generate([PROMPTS[0]], [params])
         found.append(output.completions[0].token_ids)
-        counts.append(Counter(reads))
+        alone.append(len(tokens_of(reads, is_alone=True)))
+        forwards.append(len(reads))
         reads.clear()
-        monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", lambda *_: False)
+        monkeypatch.setattr(Planner, "decodes_with_prompt", lambda *_: False)
     assert not has_seed or found[0] == found[1]
     is_drafted = proposer == "eagle3" and verifier == "rejection" and is_sampled and has_seed
-    assert [count["alone"] for count in counts] == [int(is_drafted), 1]
+    assert alone == [int(is_drafted), 1]
     if proposer == "none":
-        assert counts[0]["forwards"] == counts[1]["forwards"] - 1
+        assert forwards[0] == forwards[1] - 1
 
 
 def test_so_they_do_beside_others(
-    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: list[Read]
 ) -> None:
     found = write(headed, "none", FREE, kernels="packed")
-    assert reads["alone"] == 0
-    forwards, decodes_with_prompt = reads["forwards"], engine.Engine._decodes_with_prompt
+    assert not tokens_of(reads, is_alone=True)
+    forwards, decodes_with_prompt = len(reads), Planner.decodes_with_prompt
 
-    def while_nobody_decodes(self: Any, piece: Any) -> bool:
-        is_alone = not self._scheduler.running(State.DECODE)
+    def while_nobody_decodes(self: Planner, piece: Piece) -> bool:
+        is_alone = not self.scheduler.running(State.DECODE)
         return is_alone and decodes_with_prompt(self, piece)
 
-    monkeypatch.setattr(engine.Engine, "_decodes_with_prompt", while_nobody_decodes)
+    monkeypatch.setattr(Planner, "decodes_with_prompt", while_nobody_decodes)
     reads.clear()
     assert tokens(write(headed, "none", FREE, kernels="packed")) == tokens(found)
-    assert forwards < reads["forwards"]
+    assert forwards < len(reads)
 
 
 def test_who_joins_keeps_no_head_from_reading_ahead(
@@ -331,7 +329,7 @@ def test_a_row_is_what_two_forwards_give(name: str) -> None:
 
 @pytest.mark.parametrize("proposer", ["none", "ngram"])
 def test_a_linear_state_takes_a_prompt_and_its_first_token(
-    reads: Counter[str], proposer: str
+    reads: list[Read], proposer: str
 ) -> None:
     """In one row; but a prompt that something is drafted behind is read before."""
     found = []
@@ -339,5 +337,5 @@ def test_a_linear_state_takes_a_prompt_and_its_first_token(
         with make_llm("qwen3_next", proposer, max_batch_size=3, kernels=kernels) as llm:
             found.append(llm.generate(PROMPTS, PARAMS))
     assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
-    assert reads["along"] > 1
-    assert (reads["alone"] > 0) == (proposer == "ngram")
+    assert len(tokens_of(reads, is_alone=False)) > 1
+    assert any(one.is_alone for one in reads) == (proposer == "ngram")

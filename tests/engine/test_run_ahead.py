@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.draft_length import DraftLengthPolicy
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.steps.draft_length import DraftLengthPolicy
+from guided_spec.engine.target.line_target import ForwardAhead, LineTarget
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import PackedLM
@@ -48,18 +48,18 @@ def running_ahead(*, is_on: bool = True) -> Iterator[Counter[str]]:
     """Whether engines do, as on a CUDA device. Counts forwards, those launched ahead, and of these
     those that served and those that did not."""
     counts = Counter[str]()
-    verify, run, line = LineTarget.verify, LineTarget.run_ahead, PackedLM.forward_line
+    verify, run, line = ForwardAhead.verify, LineTarget.run_ahead, PackedLM.forward_line
 
-    def verifying(target: LineTarget, *arguments: Any) -> Any:
-        before, is_ahead = counts["forwards"], target.is_ahead
-        found = verify(target, *arguments)
-        counts["served"] += is_ahead and counts["forwards"] == before
-        counts["wasted"] += is_ahead and counts["forwards"] > before
+    def verifying(ahead: ForwardAhead, *arguments: Any) -> Any:
+        before = counts["forwards"]
+        found = verify(ahead, *arguments)
+        counts["served" if counts["forwards"] == before else "wasted"] += 1
         return found
 
-    def run_ahead(target: LineTarget, *arguments: Any) -> None:
-        run(target, *arguments)
-        counts["ahead"] += target.is_ahead
+    def run_ahead(target: LineTarget, *arguments: Any) -> ForwardAhead | None:
+        found = run(target, *arguments)
+        counts["ahead"] += found is not None
+        return found
 
     def forward_line(model: PackedLM, *arguments: Any) -> Any:
         counts["forwards"] += 1
@@ -67,7 +67,7 @@ def running_ahead(*, is_on: bool = True) -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LineTarget, "launches_at_once", is_on)
-        patch.setattr(LineTarget, "verify", verifying)
+        patch.setattr(ForwardAhead, "verify", verifying)
         patch.setattr(LineTarget, "run_ahead", run_ahead)
         patch.setattr(PackedLM, "forward_line", forward_line)
         yield counts
@@ -228,13 +228,14 @@ def test_nothing_runs_ahead_of_one_that_breaks(monkeypatch: pytest.MonkeyPatch) 
     """The step that fails ends its texts; those behind them are whole."""
     with running_ahead(), make_llm("llama", "none", kernels="packed") as llm:
         expected = found_in(llm.generate(["A"], LONG))
-        run: Callable[..., None] = LineTarget.run_ahead
+        run: Callable[..., Any] = LineTarget.run_ahead
         calls = iter(range(10**6))
 
-        def breaking(target: LineTarget, *arguments: Any) -> None:
-            run(target, *arguments)
+        def breaking(target: LineTarget, *arguments: Any) -> Any:
+            found = run(target, *arguments)
             if next(calls) == 5:
                 raise RuntimeError("the device is gone")
+            return found
 
         monkeypatch.setattr(LineTarget, "run_ahead", breaking)
         (broken,) = llm.generate(["B"], LONG, on_error="return")

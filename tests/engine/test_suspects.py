@@ -9,10 +9,10 @@ import pytest
 
 from guided_spec import step
 from guided_spec.core import DecodeBatch
-from guided_spec.engine.in_flight import StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
+from guided_spec.engine.steps.planner import Turns
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.slot_target import SlotTarget
 from guided_spec.errors import ModelError
@@ -75,7 +75,7 @@ class Stages:
             self._contexts = [[*context] for context in batch.contexts]
             return launch(target, proposer, batch, **rest)
 
-        monkeypatch.setattr("guided_spec.engine.engine.speculative_step", launched)
+        monkeypatch.setattr("guided_spec.engine.steps.step_runner.speculative_step", launched)
 
     def raise_in(self, stage: str, rule: Rule) -> None:
         self._rule = rule
@@ -112,7 +112,7 @@ class Stages:
             self._check(list(batch.contexts))
             return found
 
-        self._patch.setattr("guided_spec.engine.in_flight.commit", committed)
+        self._patch.setattr("guided_spec.engine.steps.step_runner.commit", committed)
 
     def _in_prompts(self) -> None:
         """Whether they are read by themselves or with drafts."""
@@ -158,7 +158,7 @@ def generate(
 ) -> list[RequestOutput]:
     monkeypatch.setattr(lookahead, "ROWS_WORTH_A_THREAD", 1)  # it may fill rows while a step raises
     if settings.turns:
-        monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
+        monkeypatch.setattr(Turns, "are_taken", lambda _, num_texts, *__: num_texts >= 2)
     with make(headed, settings) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
         until(lambda: llm.load.running == llm.load.waiting == 0)

@@ -6,18 +6,19 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch
-from guided_spec.engine import in_flight
-from guided_spec.engine.draft_length import ForwardTimes
-from guided_spec.engine.in_flight import StepsInFlight
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.steps import step_runner
+from guided_spec.engine.steps.draft_length import ForwardTimes
+from guided_spec.engine.steps.in_flight import InFlight, StepInFlight
+from guided_spec.engine.steps.planner import Turns
 from guided_spec.step import Step, commit, speculative_step
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, PROPOSERS, generate, plain, tokens
@@ -28,6 +29,7 @@ from tests.learned_heads import HeadedTarget, write_head
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy
 
 PATIENCE = 60.0
+NONE = InFlight(5)
 SIZES = (1, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -45,8 +47,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(batch.slots)
         return speculative_step(target, proposer, batch, **rest)
 
-    monkeypatch.setattr("guided_spec.engine.engine.speculative_step", launched)
-    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr("guided_spec.engine.steps.step_runner.speculative_step", launched)
+    monkeypatch.setattr(Turns, "are_taken", lambda _, num_texts, *__: num_texts >= 2)
     return seen
 
 
@@ -82,7 +84,7 @@ def test_seeds_give_the_same_texts(
     for takes_turns in (True, False):
         if not takes_turns:
             assert ran_in_turns(batches)
-            monkeypatch.setattr(StepsInFlight, "take_turns", lambda *_: False)
+            monkeypatch.setattr(Turns, "are_taken", lambda *_: False)
         with make(written, proposer, None, verifier=verifier) as llm:
             found.append(texts(llm.generate(PROMPTS, params)))
     assert found[0] == found[1]
@@ -117,8 +119,8 @@ def test_who_is_cancelled_on_the_way_keeps_its_slot_until_it_lands(
             assert resume.wait(PATIENCE)
         return step
 
-    monkeypatch.setattr("guided_spec.engine.engine.speculative_step", held)
-    monkeypatch.setattr(StepsInFlight, "take_turns", lambda _, num_texts: num_texts >= 2)
+    monkeypatch.setattr("guided_spec.engine.steps.step_runner.speculative_step", held)
+    monkeypatch.setattr(Turns, "are_taken", lambda _, num_texts, *__: num_texts >= 2)
     outputs = list[RequestOutput]()
     with make(written, "eagle3", None, max_batch_size=2) as llm:
         stream = llm.stream(OTHERS[0], given)
@@ -130,7 +132,7 @@ def test_who_is_cancelled_on_the_way_keeps_its_slot_until_it_lands(
         stream.close()  # type: ignore[attr-defined]  # a generator
         resume.set()
         other.join(PATIENCE)
-        monkeypatch.setattr(StepsInFlight, "take_turns", lambda *_: False)
+        monkeypatch.setattr(Turns, "are_taken", lambda *_: False)
         assert texts(outputs) == texts(llm.generate(others, given))
     assert (0,) in batches[batches.index((1,)) + 1 :]  # whose slot the third text then has
 
@@ -146,7 +148,7 @@ def test_a_step_that_raises_once_takes_nobody_with_it(
             raise ZeroDivisionError("no commit")
         return commit(batch, *rest)
 
-    monkeypatch.setattr(in_flight, "commit", failing)
+    monkeypatch.setattr(step_runner, "commit", failing)
     with make_llm("llama", "ngram", kernels="packed", max_batch_size=4) as llm:
         written = [one.completions[0] for one in llm.generate(PROMPTS, PARAMS)]
         assert batches
@@ -169,11 +171,10 @@ def test_closing_ends_what_is_on_its_way(batches: list[tuple[int, ...]]) -> None
     assert len(found) == 4
 
 
-def measured(flat: int, width: int, most: int) -> StepsInFlight:
+def measured(flat: int, width: int, most: int) -> Turns:
     """Forwards of up to ``flat`` tokens take the same, and longer ones in proportion."""
-    found = StepsInFlight()
-    found.measure(ForwardTimes({size: max(size, flat) / 1e5 for size in SIZES}), width, most)
-    return found
+    times = ForwardTimes({size: max(size, flat) / 1e5 for size in SIZES})
+    return Turns.from_times(times, width, most)
 
 
 @given(flat=st.integers(1, 1000), width=st.integers(2, 9), most=st.integers(1, 400))
@@ -181,7 +182,7 @@ def test_halves_take_turns_where_their_forwards_take_hardly_longer(
     flat: int, width: int, most: int
 ) -> None:
     found = measured(flat, width, most)
-    takes = [at for at in range(1, most + 1) if found.take_turns(at)]
+    takes = [at for at in range(1, most + 1) if found.are_taken(at, NONE)]
     assert takes == [*range(most - len(takes) + 1, most + 1)]
     for num_texts in takes:
         assert num_texts * width > flat / 2  # else two forwards take twice as long
@@ -190,14 +191,12 @@ def test_halves_take_turns_where_their_forwards_take_hardly_longer(
 
 
 def test_without_times_nobody_takes_turns() -> None:
-    found = StepsInFlight()
-    found.measure(ForwardTimes({}), 6, 256)
-    assert not any(map(found.take_turns, range(1, 300)))
+    found = Turns.from_times(ForwardTimes({}), 6, 256)
+    assert not any(found.are_taken(at, NONE) for at in range(1, 300))
 
 
 def test_who_takes_turns_goes_on_with_fewer() -> None:
-    found: Any = measured(512, 6, 256)
-    first = min(at for at in range(1, 257) if found.take_turns(at))
-    found.launch(object())
-    assert found.take_turns(first * 3 // 4 + 1)
-    assert not found.take_turns(first // 2)
+    found, step = measured(512, 6, 256), cast(StepInFlight, object())
+    first = min(at for at in range(1, 257) if found.are_taken(at, NONE))
+    assert found.are_taken(first * 3 // 4 + 1, NONE._replace(steps=(step,)))
+    assert not found.are_taken(first // 2, NONE._replace(steps=(step,)))

@@ -54,7 +54,7 @@ def test_no_step_captures_behind_it(
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert "failed" not in caplog.text
     assert "captured" in caplog.text
-    chain: Any = setup.engine._proposer
+    chain: Any = setup.engine.proposer
     assert isinstance(chain, Chain)
     graphs = chain._members[1]._ahead.graphs  # type: ignore[attr-defined]
     before = len(graphs)
@@ -98,7 +98,7 @@ def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None
         with torch.inference_mode():
             for _ in setup.engine.capture():
                 pass
-        graphs = setup.engine._proposer._ahead._ahead.graphs
+        graphs = setup.engine.proposer._ahead._ahead.graphs
         before = len(graphs)
         assert before > 36  # of reading alone there are as many
         grammar = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
@@ -116,7 +116,7 @@ def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None
 @pytest.mark.slow
 def test_what_only_compiles_captures_nothing() -> None:
     setup = build(max_model_len=64)
-    chain: Any = setup.engine._proposer
+    chain: Any = setup.engine.proposer
     graphs = chain._members[1]._ahead.graphs
     with setup.engine.compiling():
         count = sum(1 for _ in setup.engine.capture())

@@ -312,4 +312,4 @@ def _check_leaks(llm: LLM) -> None:
     engine: Any = llm._runner.engine  # type: ignore[attr-defined]
     load = engine.load
     assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
-    assert not engine._target.states._pieces
+    assert not engine.target.states

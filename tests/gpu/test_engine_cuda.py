@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 import torch
 
-from guided_spec.engine import engine
 from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.steps import planner
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model
@@ -81,6 +81,6 @@ def test_prompts_read_along_give_the_same_texts(
     monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
     along = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
-    monkeypatch.setattr(engine, "prompt_tokens_per_step", lambda *_: 0)
+    monkeypatch.setattr(planner, "prompt_tokens_per_step", lambda *_: 0)
     apart = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
     assert [output.token_ids for output in along] == [output.token_ids for output in apart]

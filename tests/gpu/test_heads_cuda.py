@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from guided_spec.engine.in_flight import StepsInFlight
 from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.steps.planner import Turns
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
 from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
@@ -188,9 +188,7 @@ def test_texts_that_take_turns(
     with make_llm(headed.target, proposer, headed.draft, grammar_tables=tables, **options) as llm:
         for takes_turns in (False, True, True, True):
             least = 2 if takes_turns else 1000
-            monkeypatch.setattr(
-                StepsInFlight, "take_turns", lambda _, count, most=least: count >= most
-            )
+            monkeypatch.setattr(Turns, "are_taken", lambda _, count, __, most=least: count >= most)
             outputs = llm.generate(prompts, params, on_error="return")
             assert [output.error for output in outputs] == [None] * len(params)
             found.append([output.token_ids for output in outputs])

@@ -74,16 +74,23 @@ class _LineRead(NamedTuple):
 class ForwardAhead(NamedTuple):
     """A forward over the tokens that a step has drawn, launched before the host knows them.
 
-    Of R rows of one token each. slots, starts: [R], the tokens' positions. contexts: [R] of the
-    texts, as of ``DecodeBatch``: lists that grow. output: of [R, 1] tokens.
+    Of R rows of one token each. target: verifies what is not among them. slots, starts: [R], the
+    tokens' positions. contexts: [R] of the texts, as of ``DecodeBatch``: lists that grow. output:
+    of [R, 1] tokens.
     """
 
+    target: LineTarget
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     contexts: tuple[Sequence[int], ...]
     output: TargetOutput
 
-    def of(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput | None:
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        """See ``Target.verify``: nothing is left to launch for a batch of these texts."""
+        launched = self._output_of(batch, flight)
+        return self.target.verify(batch, flight) if launched is None else launched
+
+    def _output_of(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput | None:
         """What it gives for a batch, all of whose texts are among its rows; None where one is not,
         or where the batch has more to read: then it was launched for nothing."""
         if batch.prompts or flight.draft.token_ids.shape[1] > 0:
@@ -110,28 +117,18 @@ class LineTarget:
     def __init__(self, model: LineLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
         self.states = KeptStates()
-        self._ahead: ForwardAhead | None = None
 
     @property
     def launches_at_once(self) -> bool:
         """Whether a forward of graphs leaves the host free: on CUDA."""
         return self._model.device.type == "cuda"
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next forward that verifies is launched already."""
-        return self._ahead is not None
-
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over each row's last committed token and draft: logits [B, K + 1, V].
 
         It reads ``batch.prompts`` too: a forward reads every weight, whether for one token or for a
-        hundred. Where ``run_ahead`` was called for the same texts, it is launched already.
+        hundred.
         """
-        ahead, self._ahead = self._ahead, None
-        launched = None if ahead is None else ahead.of(batch, flight)
-        if launched is not None:
-            return launched
         token_ids, rows = fed_rows(batch, flight, self._model.max_length)
         line = _Line.of(rows, self._read_apart(rows, batch.prompts))
         output = self._verify_line(token_ids, rows, line, flight.serve_mailbox)
@@ -148,11 +145,11 @@ class LineTarget:
         if output.hidden_states is not None:
             self.states.add(batch.slots, keep, output.hidden_states)
 
-    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> ForwardAhead | None:
         """Launch the forward over ``token_ids`` int64 [B, 1] before the host has read them.
 
-        Texts that are known to end with this token are left out. Does nothing where the others have
-        no blocks for it.
+        Texts that are known to end with this token are left out. None where the others have no
+        blocks for it.
         """
         texts = zip(batch.slots, batch.contexts, batch.limits, strict=True)
         rows = [at for at, (_, context, limit) in enumerate(texts) if self._goes_on(context, limit)]
@@ -160,20 +157,16 @@ class LineTarget:
         contexts = tuple(batch.contexts[at] for at in rows)
         starts = tuple(map(len, contexts))
         if not rows or not self._model.holds(slots, [start + 1 for start in starts]):
-            return
+            return None
         fed = token_ids.clamp_min(0)
         if len(rows) < len(batch):
             fed = fed[to_device(rows, batch.device)]
         line = _Line(Rows(slots, starts, [1] * len(rows)))
         output = self._verify_line(fed, line.rows, line, None)
-        self._ahead = ForwardAhead(slots, starts, contexts, output)
+        return ForwardAhead(self, slots, starts, contexts, output)
 
     def _goes_on(self, context: Sequence[int], limit: int) -> bool:
         return limit > 0 and len(context) < self._model.max_length
-
-    def drop_ahead(self) -> None:
-        """Forget a forward that is launched: its texts go elsewhere."""
-        self._ahead = None
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own, one after another in its line."""

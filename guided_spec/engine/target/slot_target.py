@@ -21,7 +21,6 @@ class SlotTarget:
     """
 
     launches_at_once = False
-    is_ahead = False
 
     def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
@@ -44,10 +43,7 @@ class SlotTarget:
             self.states.add(batch.slots, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
-        """Nothing: a forward of stock modules keeps the host busy."""
-
-    def drop_ahead(self) -> None:
-        """Nothing: no forward is launched ahead."""
+        """None: a forward of stock modules keeps the host busy."""
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own, padded to the longest one."""

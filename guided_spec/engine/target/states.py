@@ -48,6 +48,9 @@ class KeptStates:
     def __init__(self) -> None:
         self._pieces: dict[int, list[_Piece]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
     def add(self, slots: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
         """Add the first ``counts[i]`` positions of ``hidden[i]``, [n, H], to ``slots[i]``."""
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetModel, TargetOutput
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.slot_target import SlotTarget
 from guided_spec.engine.target.states import KeptStates
@@ -29,11 +29,6 @@ class Target(Protocol):
         """Whether ``verify`` only launches a CUDA graph; then ``run_ahead`` does not block."""
         ...
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next forward that verifies is launched already."""
-        ...
-
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over the last committed token and the draft of every request."""
         ...
@@ -45,15 +40,12 @@ class Target(Protocol):
         """
         ...
 
-    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+    def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> TargetModel | None:
         """Launch the next forward over the only token that each text has got, where that pays.
 
-        token_ids: int64 [B, 1] on the device, -1 for none.
+        token_ids: int64 [B, 1] on the device, -1 for none. Returns what verifies the next step with
+        that forward; None where none is launched.
         """
-        ...
-
-    def drop_ahead(self) -> None:
-        """Forget a forward that is launched: its texts go elsewhere."""
         ...
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:

@@ -1,0 +1,1 @@
+"""One step of an engine: planned, launched, and committed a round later."""
