@@ -15,8 +15,9 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.parts import new_parts
 from guided_spec.grammar.text.row_filter import Probe, RowFilter
-from guided_spec.grammar.text.state import TextState, new_parts, new_text
+from guided_spec.grammar.text.state import TextState, new_text
 from guided_spec.masks.constraint import Constraint, Fork
 from tests.masks.walks import BYTES, EOS
 

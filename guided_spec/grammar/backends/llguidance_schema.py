@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_search
+from guided_spec.grammar.formats import FORMATS
+from guided_spec.grammar.regex import RE_PARSER, to_search
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,

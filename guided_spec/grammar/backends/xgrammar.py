@@ -26,8 +26,9 @@ from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
+from guided_spec.grammar.text.parts import TextParts
 from guided_spec.grammar.text.row_filter import Mark, Probe
-from guided_spec.grammar.text.state import TextParts, TextState
+from guided_spec.grammar.text.state import TextState
 from guided_spec.grammar.text.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import SplitSurrogates, Vocabulary
 

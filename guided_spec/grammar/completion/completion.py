@@ -47,8 +47,9 @@ from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import UNBOUND
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
+from guided_spec.grammar.text.parts import Budget, TextParts, new_parts
 from guided_spec.grammar.text.row_filter import Mark, Probe
-from guided_spec.grammar.text.state import Budget, TextParts, WrappedGrammar, new_parts
+from guided_spec.grammar.text.state import WrappedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, pack_row
 

@@ -17,13 +17,7 @@ from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import (
-    JSON_PLAIN,
-    complement,
-    intersect,
-    normalize,
-    to_fullmatch,
-)
+from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize, to_fullmatch
 
 
 def tells_rules(compiled: CompiledGrammar) -> bool:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import FORMATS
+from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.dialect import spell
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering

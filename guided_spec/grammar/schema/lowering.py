@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import FORMATS
+from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.dialect import Document, Target, spell
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (

@@ -21,14 +21,8 @@ from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import (
-    FORMATS,
-    fits_length,
-    format_within,
-    spend_on_search,
-    to_fullmatch,
-    to_search,
-)
+from guided_spec.grammar.formats import FORMATS, format_within
+from guided_spec.grammar.regex import fits_length, spend_on_search, to_fullmatch, to_search
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (

@@ -19,7 +19,8 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import tabled_part
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.text.markers import AfterGrammar
-from guided_spec.grammar.text.state import TextParts, TextState, new_parts
+from guided_spec.grammar.text.parts import TextParts, new_parts
+from guided_spec.grammar.text.state import TextState
 from guided_spec.grammar.text.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 _LOG = logging.getLogger(__name__)

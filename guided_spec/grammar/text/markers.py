@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.text.state import TextParts, TextState, WrappedGrammar, new_parts
+from guided_spec.grammar.text.parts import TextParts, new_parts
+from guided_spec.grammar.text.state import TextState, WrappedGrammar
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 

@@ -29,8 +29,9 @@ from guided_spec.grammar.text.key_tokens import (
     KeyTokens,
     Mode,
 )
+from guided_spec.grammar.text.parts import TextParts, new_parts
 from guided_spec.grammar.text.row_filter import Mark, Probe
-from guided_spec.grammar.text.state import TextParts, WrappedGrammar, new_parts
+from guided_spec.grammar.text.state import WrappedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, row_of
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.regex import FORMATS
+from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.lower import lower
 from tests.tiers import examples
 
