@@ -11,19 +11,19 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "cli": 1_600,
+    "cli": 1_570,
     "engine": 5_950,
-    "evaluate": 1_050,
-    "grammar": 15_000,
-    "integrations": 8_250,
-    "masks": 1_850,
-    "models": 10_600,
-    "ops": 7_600,
-    "proposers": 3_200,
-    "server": 3_650,
-    "trace": 800,
-    "training": 6_500,
-    ".": 2_150,
+    "evaluate": 1_020,
+    "grammar": 15_200,  # 200 more: GBNF, anchors in alternatives, and shapes in docstrings
+    "integrations": 8_180,
+    "masks": 1_750,
+    "models": 10_460,
+    "ops": 7_520,
+    "proposers": 3_140,
+    "server": 3_610,
+    "trace": 760,
+    "training": 6_430,
+    ".": 2_090,
 }
 MOST_LINES, MOST_MODULES = 600, 16
 
