@@ -307,7 +307,8 @@ class TextState:
         """Advance by one token whatever filters say; False, and no change, where it is refused."""
         parts, own = self._parts, self._own
         is_out = not 0 <= token_id < parts.vocab_size or token_id in parts.excluded
-        if self._is_plain and own is not None:
+        awaited = self._awaited
+        if self._is_plain and own is not None and (awaited is None or awaited.table is None):
             if is_out or not own.accept_token(token_id):
                 return False
             self.token_ids.append(token_id)
