@@ -43,6 +43,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
+from guided_spec.grammar.text.parts import TextParts
 from guided_spec.grammar.text.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, ids_of
@@ -350,6 +351,11 @@ class LLGuidanceGrammar:
         style = None if self.style is None else self.style.text
         texts = LLGuidanceTexts(self.source.text, style, self.notes, self.pattern)
         return Recipe(self.backend, texts)
+
+    def new_parts(self) -> TextParts:
+        """A matcher of llguidance's, and what is known of its texts."""
+        stops = frozenset(self.source.vocabulary.stop_token_ids)
+        return TextParts(self.new_matcher, self.excluded, stops=stops)
 
     def new_matcher(self) -> LLGuidanceMatcher:
         """A matcher at the start of the grammar."""

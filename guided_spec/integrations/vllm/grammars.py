@@ -30,6 +30,7 @@ from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.steps import StepsSpentError, limit_steps
 from guided_spec.grammar.text.markers import BYTES, Markers
+from guided_spec.grammar.text.parts import TextParts, new_parts
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.backend import VllmGrammars, ending_with
@@ -141,6 +142,10 @@ class HandedGrammar:
         if isinstance(inner, UniqueKeysGrammar):
             return replace(self, inner=replace(inner, inner=ending_with(inner.inner, stops)))
         return replace(self, inner=ending_with(inner, stops))
+
+    def new_parts(self) -> TextParts:
+        """Those of the inner grammar."""
+        return new_parts(self.inner)
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
