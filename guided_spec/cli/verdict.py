@@ -20,6 +20,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import Unenforced, close_objects
+from guided_spec.grammar.schema.misspelt import misspelt
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
@@ -124,13 +125,14 @@ def _findings(
     ):
         return []
     schema, additional = json.loads(spec.source), spec.additional_properties
+    found = [*misspelt(schema)]
     if isinstance(compiled, GrammarCompileError):
-        return list(find_unenforced(schema, additional))
+        return [*found, *find_unenforced(schema, additional)]
     own = compiled.notes if isinstance(compiled, NotedGrammar) else ()
     notes = [*own, *_about_tags(schema)]
     if backend == "llguidance":
-        return [*lower(schema, additional=additional).entries, *notes]
-    return [*find_unenforced(schema, additional), *notes]
+        return [*found, *lower(schema, additional=additional).entries, *notes]
+    return [*found, *find_unenforced(schema, additional), *notes]
 
 
 def _about_tags(schema: Any) -> list[Unenforced]:

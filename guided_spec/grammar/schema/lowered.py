@@ -19,6 +19,7 @@ class Unenforced(NamedTuple):
     pointer: JSON pointer of the schema that holds it; "" is the root.
     level: "error": generated text might break it. "note": it cannot, but less text is generated
         than the schema allows, or a ``format`` that is only an annotation is left unchecked.
+        "warning": it is no keyword, and looks like a misspelt one.
     by_backend: whether it is this backend that cannot; else it is so for all.
     """
 
@@ -26,7 +27,7 @@ class Unenforced(NamedTuple):
     keyword: str
     reason: str
     fix: str
-    level: Literal["error", "note"] = "error"
+    level: Literal["error", "note", "warning"] = "error"
     by_backend: bool = True
 
 

@@ -6,6 +6,7 @@ takes milliseconds, far longer than compiling it: most are seen to be valid at a
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,11 @@ from guided_spec.grammar.schema.lowered import (
     describe,
     narrowing,
 )
+from guided_spec.grammar.schema.misspelt import misspelt
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.steps import spend, spend_on_value
+
+_LOG = logging.getLogger(__name__)
 
 _TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
 _MOST_OPTIONAL = 500  # llguidance ends there; the largest of 541 schemas from the wild has 131
@@ -119,12 +123,15 @@ def prepare_schema(schema: Any, additional: AdditionalProperties = "closed") -> 
 def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> Lowered:
     """The schema in fewer keywords, see ``lower``; not to be changed.
 
-    Raises GrammarCompileError where it is broken.
+    Logs keywords that look misspelt. Raises GrammarCompileError where it is broken.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
     with _broken_schemas():
         check_schema(schema)
+        for entry in misspelt(schema):
+            where = entry.pointer or "/"
+            _LOG.warning("JSON schema: %s: %r: %s", where, entry.keyword, entry.reason)
         lowered = lower(schema, additional=additional)
         return lowered._replace(entries=(*lowered.entries, *_crowded(lowered.schema)))
 

@@ -39,7 +39,7 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _MAX_VALUES = 1000
 _OF_SCHEMA = 12  # steps of one schema
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
-_INT64 = 2**63 - 1
+_LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1
 
 
 def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
@@ -133,10 +133,11 @@ def _rewrite_integer(words: dict[str, Any], pointer: str, report: Report) -> Any
     low, high = max(lows, default=None), min(highs, default=None)
     if low is not None and high is not None and low > high:
         return False
-    for keyword, bound in (("minimum", low), ("maximum", high)):
-        if bound is not None and abs(bound) > _INT64:
-            report.error(pointer, keyword, "beyond 64 bits", "use a bound below 2**63")
-            return {"type": "integer"}
+    if (low or 0) > _MOST_INT or (high or 0) < _LEAST_INT:
+        keyword = "minimum" if (low or 0) > _MOST_INT else "maximum"
+        report.error(pointer, keyword, "beyond 64 bits", "use a bound below 2**63")
+        return {"type": "integer"}
+    low, high = _within(low, pointer, "minimum", report), _within(high, pointer, "maximum", report)
     step = Fraction(str(words.get("multipleOf", 1))).numerator  # k * p/q is whole: a multiple of p
     schema: dict[str, Any] = {"type": "integer"}
     if step != 1:
@@ -146,6 +147,15 @@ def _rewrite_integer(words: dict[str, Any], pointer: str, report: Report) -> Any
     if high is not None:
         schema["maximum"] = high
     return schema
+
+
+def _within(bound: int | None, pointer: str, keyword: str, report: Report) -> int | None:
+    """A bound that the backend can hold, with a note where it admits less."""
+    if bound is None or _LEAST_INT <= bound <= _MOST_INT:
+        return bound
+    reason = "numbers beyond 64 bits with a sign are left out"
+    report.note(pointer, keyword, reason, "use a bound from -2**63 to 2**63 - 1")
+    return max(_LEAST_INT, min(bound, _MOST_INT))
 
 
 def _multiples(

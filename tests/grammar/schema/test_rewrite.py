@@ -17,6 +17,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.rewrite import find_unenforced, normalize
@@ -101,7 +102,8 @@ UNENFORCEABLE = [
     ({"type": "array", "uniqueItems": True}, "", "uniqueItems"),
     ({"type": "number", "multipleOf": 0.1}, "", "multipleOf"),
     ({"type": "integer", "multipleOf": 7, "minimum": 1}, "", "multipleOf"),
-    ({"type": "integer", "minimum": 2**70}, "", "minimum"),
+    ({"type": "integer", "minimum": 2**63}, "", "minimum"),
+    ({"type": "integer", "maximum": -(2**63) - 1}, "", "maximum"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "", "maxLength"),
     ({"type": "string", "pattern": "^(?=a)"}, "", "pattern"),
     ({"$ref": "other.json"}, "", "$ref"),
@@ -249,10 +251,33 @@ def test_what_nothing_satisfies_is_false(schema: Any) -> None:
         ),
         ({"type": "array", "prefixItems": [INTEGER]}, "prefixItems"),
         ({"minimum": 5}, "type"),
+        ({"type": "integer", "maximum": 2**64 - 1}, "maximum"),
+        ({"type": "integer", "minimum": -(2**70)}, "minimum"),
+        ({"type": "string", "pattern": "^a$|^b"}, "pattern"),
     ],
 )
 def test_what_is_narrowed_is_noted(schema: Any, keyword: str) -> None:
     assert (keyword, "note") in [(entry.keyword, entry.level) for entry in find_unenforced(schema)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "values", "others"),
+    [
+        ({"minimum": -(2**63)}, [-(2**63), 2**63], [-(2**63) - 1]),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [2**63 - 1], [2**63]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1, 2**64]),
+        ({"exclusiveMinimum": -(2**70)}, [-(2**63), 5], [-(2**70)]),
+        ({"minimum": 1, "maximum": 10**30}, [1, 10**18], [0, 10**31]),
+    ],
+)
+@pytest.mark.parametrize("name", ["xgrammar", "auto"])
+def test_integers_have_bounds_of_64_bits(
+    name: str, bounds: dict[str, int], values: list[int], others: list[int]
+) -> None:
+    spec = GrammarSpec.json_schema({"type": "integer", **bounds})
+    grammar = BackendChoice(name, BYTES).compile(spec)
+    assert [value for value in values if not accepts(grammar, str(value))] == []
+    assert [value for value in others if accepts(grammar, str(value))] == []
 
 
 def test_what_narrowing_has_emptied_is_unsupported_not_unsatisfiable() -> None:

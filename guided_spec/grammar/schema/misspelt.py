@@ -1,0 +1,87 @@
+"""Misspelt keywords: almost one of JSON Schema, so that they say nothing and are meant to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from guided_spec.grammar.schema.lowered import Unenforced, escape
+
+_CONSTRAINTS = (
+    *("type", "enum", "const", "properties", "required", "additionalProperties"),
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "uniqueItems"),
+    *("minItems", "maxItems", "minContains", "maxContains"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$defs", "definitions"),
+)
+# Of any draft, of OpenAPI, and what generators write: none of them is a mistake.
+_OTHERS = (
+    *("$id", "id", "$schema", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor"),
+    *("$recursiveRef", "$vocabulary", "$comment", "title", "description", "default", "examples"),
+    *("example", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator", "xml"),
+    *("externalDocs", "contentEncoding", "contentMediaType", "contentSchema", "divisibleBy"),
+    *("disallow", "extends", "optional", "formatMinimum", "formatMaximum", "order", "media"),
+    *("defaultSnippets", "enumNames", "enumDescriptions", "markdownDescription", "propertyOrder"),
+    *("patternErrorMessage", "errorMessage", "typeof", "instanceof", "tsType", "name", "strict"),
+)
+_KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
+_ONE = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
+    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_MOST_SCHEMAS = 4_096  # of one document that are looked at
+# "propertys" is so much like "properties"; of short ones "note" would be as much like "not".
+_LIKE, _LONG = 0.84, 5
+
+
+def misspelt(schema: Any) -> Iterator[Unenforced]:
+    """Keywords that JSON Schema does not have and that are like one it has, of level "warning"."""
+    waiting: list[tuple[Any, str]] = [(schema, "")]
+    for _ in range(_MOST_SCHEMAS):
+        if not waiting:
+            return
+        node, pointer = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        for keyword in node.keys() - _KNOWN:
+            meant = _meant(str(keyword))
+            if meant is not None:
+                reason = f"it is no keyword of JSON Schema and says nothing; {meant!r} is one"
+                fix = f"write {meant!r}, or 'x-{keyword}' for a note of your own"
+                yield Unenforced(pointer, keyword, reason, fix, "warning", by_backend=False)
+        waiting += _below(node, pointer)
+
+
+def _below(node: dict[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
+    """The schemas right below one, with their pointers."""
+    for keyword in _ONE:
+        if isinstance(node.get(keyword), dict):
+            yield node[keyword], f"{pointer}/{keyword}"
+    for keyword in _LISTS:
+        if isinstance(node.get(keyword), list):
+            for index, part in enumerate(node[keyword]):
+                yield part, f"{pointer}/{keyword}/{index}"
+    for keyword in _MAPS:
+        if isinstance(node.get(keyword), dict):
+            for name, part in node[keyword].items():
+                yield part, f"{pointer}/{keyword}/{escape(name)}"
+
+
+@lru_cache(maxsize=1024)
+def _meant(keyword: str) -> str | None:
+    """The keyword that this one is most like; None where it is like none, or meant for others."""
+    if keyword.startswith(("x-", "x_", "_")) or not 3 <= len(keyword) <= 24:
+        return None
+    plain = keyword.lower().replace("_", "").replace("-", "")
+    spelled = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
+    base = plain.removeprefix("$")
+    exact = spelled.get(base) or spelled.get(base.removesuffix("s")) or spelled.get(f"{base}s")
+    found = difflib.get_close_matches(plain, spelled, n=1, cutoff=_LIKE)
+    return exact or next((spelled[one] for one in found if len(one) >= _LONG), None)
