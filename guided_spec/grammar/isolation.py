@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # a worker starts by importing this module, and these load to
 _LOG = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
+_RESERVE = 2**20  # bytes of a worker, beyond the limit of a job
 _GRACE_SECONDS = 5
 _READY = "ready"
 _OUT_OF_MEMORY = "out of memory"  # what else comes is no text
@@ -496,10 +497,12 @@ def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
 
 
 def _do_within_memory(bench: _Bench, job: _Job | _Reading) -> Any:
+    reserve = bytearray(_RESERVE)
     _limit_memory(job.limits.compile_bytes)
     try:
         return bench.do(job)
     finally:
+        del reserve  # else there may be none left to lift the limit with
         _lift_limit()  # to tell what has come of it
 
 

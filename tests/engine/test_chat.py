@@ -261,7 +261,7 @@ def test_tool_format_by_name(llm: LLM) -> None:
 
 
 def test_what_fails_later_raises_too(llm: LLM) -> None:
-    broken = SamplingParams(grammar=GrammarSpec.ebnf("root ::= "))
+    broken = SamplingParams(grammar=GrammarSpec.ebnf("root ::= ("))
     with pytest.raises(GrammarCompileError):
         llm.chat(ASK, **options(TEMPLATES["hermes"], params=broken))
     with pytest.raises(PromptError, match="tokens"):

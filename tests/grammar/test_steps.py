@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError, GrammarError
@@ -247,6 +247,13 @@ def _combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(st.sampled_from(_LEAVES), _combined, max_leaves=12)
 
 
+@example(
+    schema={
+        "properties": {"a": {"type": "string"}},
+        "patternProperties": {"^a": {"type": "string"}},
+    },
+    definition={"type": "string"},
+)
 @given(schema=SCHEMAS, definition=SCHEMAS)
 def test_no_schema_does_more_than_it_counts(schema: Any, definition: Any) -> None:
     most = 2_000

@@ -210,8 +210,9 @@ def _one_by_one(node: dict[str, Any]) -> list[Any] | None:
 
 def _matches(pattern: str, text: str) -> bool:
     """Whether a pattern as llguidance gets it, anchored at both ends, matches ``text``."""
-    spend_on_search(pattern, text)
-    return re.fullmatch(readable(pattern), text) is not None
+    own = readable(pattern)
+    spend_on_search(own, text)
+    return re.fullmatch(own, text) is not None
 
 
 _MOST_KEYS = 63  # of 64 bits; one more marks further keys
