@@ -43,13 +43,10 @@ class Package(NamedTuple):
 
     def lines(self, *folders: str) -> int:
         """Of these folders, or of all."""
-        prefixes = tuple(f"guided_spec.{folder.replace('/', '.')}" for folder in folders)
-        chosen = (
-            source
-            for name, source in self.sources.items()
-            if not folders or f"{name}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
-        )
-        return sum(source.count("\n") for source in chosen)
+        parts = [f"{folder.replace('/', '.')}." for folder in folders] or [""]
+        prefixes = tuple(f"guided_spec.{part}" for part in parts)
+        own = (source for name, source in self.sources.items() if f"{name}.".startswith(prefixes))
+        return sum(source.count("\n") for source in own)
 
     def root_lines(self) -> int:
         """Of the files next to the folders."""

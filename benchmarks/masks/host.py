@@ -56,15 +56,13 @@ class Writing:
         self._guide, self._documents = guide, documents
         self._dice = random.Random(0)
         self._next = 0
-        self._texts: list[GuidedText] = []
-        self._answers: list[list[int]] = []
-        for slot in range(num_texts):
-            self._texts.append(self._open(slot))
+        self._answers: dict[int, list[int]] = {}  # by slot
+        self._texts = [self._open(slot) for slot in range(num_texts)]
 
     def _open(self, slot: int) -> GuidedText:
         document = self._documents[self._next % len(self._documents)]
         self._next += 1
-        self._answers[slot:] = [document.token_ids, *self._answers[slot + 1 :]]
+        self._answers[slot] = document.token_ids
         params = SamplingParams(max_tokens=400, grammar=document.grammar)
         return self._guide.open(slot, [1], params)
 
@@ -74,7 +72,7 @@ class Writing:
         began = time.thread_time()
         batch = self._guide.batch(texts, num_draft_tokens)
         batched = time.thread_time() - began
-        rest = [a[len(t.output_ids) :] for t, a in zip(texts, self._answers, strict=True)]
+        rest = [self._answers[text.slot][len(text.output_ids) :] for text in texts]
         drafts = [[*row[:num_draft_tokens], *[-1] * num_draft_tokens] for row in rest]
         by_depth = [[row[depth] for row in drafts] for depth in depths]
         began = time.thread_time()
