@@ -137,7 +137,7 @@ class DecodeBatch:
         or its residual would not be. Drafts then have noise of their step alone, whose first
         position is in the high word: tokens drawn again must not be what was refused before.
         """
-        stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
+        stream = Stream.of_drafts(self.verifier)
         if stream is Stream.DRAFT:
             positions = positions + (self.positions() << 32)
         return DraftNoise(self.sampling.seeds, positions, stream, self.vocab_size)

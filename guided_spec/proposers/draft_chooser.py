@@ -15,8 +15,10 @@ from torch import Tensor
 from guided_spec.core import ProposerContext
 from guided_spec.masks.rows import TableAdvance, TabledTexts
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
+from guided_spec.ops.kernels import has_triton
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
+from guided_spec.ops.sampling.warm_up import Choices, launch_choices
 from guided_spec.ops.sampling.warp import Sampling
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")  # of ``Sampling``, that a graph reads
@@ -135,6 +137,15 @@ class DraftChooser:
         is_cuda = device.type == "cuda"
         graphs = GraphPool(device, context.window, is_on_side_stream=True) if is_cuda else None
         return cls(target_ids, graphs, sources)
+
+    def capture(self, context: ProposerContext, dtype: torch.dtype) -> None:
+        """Have the kernels of all choices compiled; the graphs come with the steps.
+
+        dtype: of the drafter's logits.
+        """
+        if context.device.type == "cuda" and has_triton():
+            verifier, size = context.config.verifier, context.vocabulary.vocab_size
+            launch_choices(Choices(self._target_ids, size, verifier, dtype, context.device))
 
     def begin_advance(self, texts: TabledTexts, length: int, device: torch.device) -> TableAdvance:
         """The states of texts in their tables for ``length`` tokens, passed to each ``choose``.

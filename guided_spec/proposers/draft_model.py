@@ -132,7 +132,7 @@ class DraftModel(Proposer):
 
     def __init__(self, context: ProposerContext) -> None:
         self._policy = read_policy(context.argument, "mask")
-        self._cache = DraftCache(context)
+        self._context, self._cache = context, DraftCache(context)
         self._model = self._cache.model
         self._chooser = DraftChooser.on(context, None)
 
@@ -145,6 +145,7 @@ class DraftModel(Proposer):
 
     def capture(self) -> Iterator[None]:
         """Capture the graphs of the draft model, one at each ``next``."""
+        self._chooser.capture(self._context, self._model.dtype)
         yield from self._model.capture(())
 
     @property

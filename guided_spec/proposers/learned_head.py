@@ -95,7 +95,7 @@ class LearnedHead(Proposer):
         self, context: ProposerContext, head: DraftHead | BlockHead, run: Run | None = None
     ) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
-        self._longest, self._device = context.config.num_draft_tokens, context.device
+        self._context, self._longest = context, context.config.num_draft_tokens
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         limits = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
@@ -151,9 +151,12 @@ class LearnedHead(Proposer):
 
     def capture(self) -> Iterator[None]:
         """Capture the graphs of the head and of whole drafts, one at each ``next``."""
-        if self._ahead is not None and self._longest:
+        if not self._longest:
+            return
+        self._chooser.capture(self._context, self._context.dtype)
+        if self._ahead is not None:
             yield from self._ahead.capture(self._longest)
-        if self._masked is not None and self._longest:
+        if self._masked is not None:
             yield from self._masked.capture()
 
     @property

@@ -206,8 +206,7 @@ class MaskedDrafter:
         self._count = context.config.num_draft_tokens
         self._rows = bucket(context.num_slots, ROW_SIZES)
         self.mailbox = Mailbox(self._count, self._rows, self.words, context.device)
-        is_coupled = context.config.verifier == "coupled"
-        self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
+        self._stream = Stream.of_drafts(context.config.verifier)
         self._buffers: dict[bool, DraftBuffers] = {}  # by whether tokens are sampled
         self.scores_at_once = head.scores_at_once
         self.held = GraphSampling()

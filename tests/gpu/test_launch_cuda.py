@@ -148,3 +148,47 @@ def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
     assert [text.error for text in texts] == [None, None]
     assert all(text.stats.device_steps for text in texts)
     assert {"_await", "_copy", "_reply", "_advance"}.isdisjoint(names)
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 9, "min_p": 0.01},
+    {"temperature": 0.0, "logit_bias": {40: 2.0}},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "logprobs": 3},
+    {"temperature": 0.8, "repetition_penalty": 1.2, "draft_policy": "validate"},
+    {"temperature": 0.0, "min_tokens": 9, "presence_penalty": -0.5},
+)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "asset"),
+    [("draft_model", "draft"), ("eagle3", "eagle3"), ("chain:grammar_forced+mtp", "mtp")],
+)
+def test_no_kind_of_request_has_a_kernel_compiled_once_all_is_warm(
+    proposer: str, asset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, beside others, with a grammar and without."""
+    forget_kernels()
+    options = {"device": "cuda", "max_batch_size": 8, "max_model_len": 256}
+    setup = Setup.build(None, proposer, bundled_asset(asset), Options.from_dict(options))
+    warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    grammar = setup.grammars.queue.submit(GrammarSpec.regex("[a-z ]{20,60}"))
+    grammar.result()
+    names, chunks = list[str](), list[Chunk]()
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name)
+    )
+    for kinds in (*((one,) for one in KINDS), KINDS):
+        for given in (grammar, None):
+            for seed, fields in enumerate(kinds):
+                params = SamplingParams(max_tokens=24, **fields)
+                words = ((40,), (41, 42)) if params.min_tokens else ()
+                job = Job([1, 2, 3], params, 256, seed, given, bad_words=words)
+                setup.engine.add(Request(job, setup.vocabulary, chunks.append))
+            while setup.engine.has_work:
+                setup.engine.step()
+    setup.grammars.queue.close()
+    texts = [chunk.completion for chunk in chunks if chunk.completion is not None]
+    assert [text.error for text in texts] == [None] * 4 * len(KINDS)
+    assert names == []

@@ -48,7 +48,7 @@ def choose_draft(
     )  # fmt: skip
     ids = indices if target_ids is None else target_ids.contiguous()
     temperature = numbers if is_greedy else sampling.temperature.contiguous()
-    keys = noise or DraftNoise(indices, indices, Stream.DRAFT, 0)
+    keys = DraftNoise(indices, indices, Stream.DRAFT, 0) if noise is None or is_greedy else noise
     shape = {"words": WORDS, "has_mask": mask is not None, "is_reduced": is_reduced}
     options = {**shape, "is_greedy": is_greedy, "num_warps": WARPS}
     launch(_scan, (batch, chunks))(
@@ -64,8 +64,12 @@ def choose_draft(
     return DraftChoice(tokens, probs, starved, rescued)
 
 
+# Read a number at a time: where they begin depends on the size of the batch.
+UNALIGNED = ("temperatures", "seeds", "positions")
+
+
 # Triton reads annotations as its own, so the arguments have none.
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)  # type: ignore[untyped-decorator]
 def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits, row_stride, bitmask, mask_stride, num_words, target_ids, columns, temperatures,
     seeds, positions, stream, numbers, indices,
@@ -104,7 +108,7 @@ def _scan(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             tl.store(indices + at + 2 * chunks, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED[:1])  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits, row_stride, bitmask, mask_stride, num_words, target_ids, columns, temperatures,
     numbers, indices, chunks, tokens, probs, starved, rescued,

@@ -104,6 +104,11 @@ class Stream(IntEnum):
     SAMPLE = 1
     DRAFT = 2
 
+    @classmethod
+    def of_drafts(cls, verifier: Verifier) -> Stream:
+        """What drafts are drawn with: coupled ones share the target's noise."""
+        return cls.SAMPLE if verifier == "coupled" else cls.DRAFT
+
 
 class NoiseKeys(NamedTuple):
     """What noise is drawn from: ``seeds`` int64 [B], ``positions`` int64 [B] of the next tokens."""

@@ -1,4 +1,4 @@
-"""The verify decision once for every kernel it has, so that no step compiles one."""
+"""The decisions of steps once for every kernel they have, so that no step compiles one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
-from guided_spec.ops.sampling.noise import NoiseKeys
+from guided_spec.ops.sampling.noise import DraftNoise, NoiseKeys, Stream
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Draft, SamplingParams, Verifier
 
@@ -57,6 +58,39 @@ def launch_all(decisions: Decisions) -> None:
     for (batch_size, length), params in product(sizes, SAMPLINGS):
         for draft in drafts_of_every_kind(decisions, batch_size, length):
             _verify(decisions, draft, params)
+
+
+class Choices(NamedTuple):
+    """What the steps of a drafter choose.
+
+    target_ids: int64 [D] on the device, which target token each draft token is; None: the target's
+    own ``vocab_size``. dtype: of the drafter's logits, which are float32 where they are adjusted.
+    """
+
+    target_ids: Tensor | None
+    vocab_size: int
+    verifier: Verifier
+    dtype: torch.dtype
+    device: torch.device
+
+
+def launch_choices(choices: Choices) -> None:
+    """Launch each kernel that ``choose_draft`` may need, over anything. Needs Triton."""
+    from guided_spec.ops.sampling.draft_choice import choose_draft  # as above
+    from guided_spec.ops.sampling.draft_choice_triton import choose_draft as choose_fused
+
+    target_ids, vocab_size, verifier, dtype, device = choices
+    columns = vocab_size if target_ids is None else len(target_ids)
+    words = num_mask_words(vocab_size)
+    mask = torch.full((1, words), -1, dtype=torch.int32, device=device)
+    for params, kind, given in product(SAMPLINGS, {dtype, torch.float32}, (None, mask)):
+        logits = torch.zeros(1, columns, dtype=kind, device=device)
+        sampling = Sampling.stack([params], [0], device)
+        noise, stream = None, Stream.of_drafts(verifier)
+        if not sampling.all_greedy:
+            noise = DraftNoise(sampling.seeds, sampling.seeds, stream, vocab_size)
+        choose = choose_draft if params.top_k else choose_fused
+        choose(logits, given, target_ids, sampling, noise)
 
 
 def drafts_of_every_kind(decisions: Decisions, batch_size: int, length: int) -> Iterator[Draft]:
