@@ -327,7 +327,7 @@ class Guide(Homebound):
         if params.grammar is None:
             return None
         self.home.require()
-        markers, queue, _ = self._grammars
+        markers, queue, *_ = self._grammars
         return queue.submit(markers.bind(params.grammar, prompt_ids))
 
     def open(

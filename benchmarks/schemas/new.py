@@ -1,7 +1,7 @@
 """What schemas that nobody has sent before cost who decodes: ``python -m benchmarks.schemas.new``.
 
-Printed is this thread's CPU time. *Prepare*: the Python of a schema, native compiles aside, with
-its grammar's rules read here, and by a worker process. *A token*: of a text that is drafted five
+Printed is this thread's CPU time. *Prepare*: the Python of a schema, native compiles aside, in this
+process, and where a worker process has done what it can. *A token*: of a text that is drafted five
 tokens at a time and taken whole, in two matchers and with a row each, behind bounds of its tokens
 and without one.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,8 @@ from guided_spec.engine.process import frozen_heap
 from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.completion.rule_endings import ReadRules
-from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.document import GrammarLimits
-from guided_spec.grammar.isolation import Workers
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -48,7 +46,6 @@ _PROFILE = {
     "biography": "Maria has worked at Acme for ten years.",
     "age": 41,
 }
-Read = Callable[[RuleSource], ReadRules]
 
 
 class Case(NamedTuple):
@@ -89,16 +86,13 @@ def cases_of(name: str, count: int) -> list[Case]:
     return [Case(spec, text) for spec, text in found if spec is not None and spec.is_json]
 
 
-def prepare(
-    cases: Sequence[Case], backend: BackendChoice, endings: EndingsCache, read: Read | None
-) -> list[float]:
+def prepare(cases: Sequence[Case], pipeline: GrammarPipeline) -> list[float]:
     """Seconds of each; compiled once before, so that the native part is a look into a cache."""
     times = []
     for case in cases:
-        backend.compile(case.spec)
+        pipeline.compile(case.spec)
         began = time.thread_time()
-        compiled = backend.compile(case.spec)
-        endings.of(compiled, read)
+        pipeline.compile(case.spec)
         times.append(time.thread_time() - began)
     return times
 
@@ -121,26 +115,32 @@ def _measure(
     cases: Sequence[Case], vocabulary: Vocabulary, tokenizer: Any, rooms: Sequence[int]
 ) -> list[str]:
     backend, endings = BackendChoice("auto", vocabulary), EndingsCache(vocabulary)
-    with frozen_heap(), closing(Workers(partial(BackendChoice, "auto"), vocabulary)) as workers:
-        workers.start_one()
-
-        def read(source: RuleSource) -> ReadRules:
-            found = workers.read(source, GrammarLimits())
-            assert found is not None, "the only worker is idle"
-            return found
-
-        prepare(cases[:1], backend, endings, read)  # what a vocabulary needs once
-        here, elsewhere = (prepare(cases, backend, endings, way) for way in (None, read))
+    # Without endings, no worker is started for small grammars: theirs are read apart.
+    alone = GrammarPipeline(backend, GrammarLimits())
+    make = partial(BackendChoice, "auto")
+    pipeline = GrammarPipeline(backend, GrammarLimits(), endings=endings, make=make, name="auto")
+    with frozen_heap(), closing(alone), closing(pipeline):
+        for one in (alone, pipeline):
+            prepare(cases[:1], one)  # what a vocabulary needs once
+        here = prepare(cases, alone)
+        for index, case in enumerate(cases):
+            compiled: CompiledGrammar = alone.compile(case.spec)
+            began = time.thread_time()
+            endings.of(compiled)
+            here[index] += time.thread_time() - began
+        pipeline.warm_up()
+        while pipeline.num_idle == 0:
+            time.sleep(0.1)
+        elsewhere = prepare(cases, pipeline)
         texts = [tokenizer(case.text, add_special_tokens=False)["input_ids"] for case in cases]
         tokens = []
         for room in (None, *rooms):
             seconds, count = 0.0, 0
             for case, token_ids in zip(cases, texts, strict=True):
-                grammar: CompiledGrammar = backend.compile(case.spec)
+                grammar: CompiledGrammar = pipeline.compile(case.spec)
                 if room is not None and room <= len(token_ids):
                     continue
                 if room is not None:
-                    endings.of(grammar, read)
                     grammar = endings.bound(grammar, room, is_required=True)
                 seconds += follow(grammar, token_ids, vocabulary.vocab_size)
                 count += len(token_ids)

@@ -130,7 +130,7 @@ class LLM(Homebound):
         self._seeds = SeedSource(self.model)
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
-        self._markers, self._grammars, self._endings = setup.grammars
+        self._markers, self._grammars, self._endings, _ = setup.grammars
         self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
     def generate(

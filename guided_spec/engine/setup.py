@@ -447,6 +447,7 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
     To be called in the engine's own thread, before its first request. Shows a bar on stderr.
     """
     began = time.perf_counter()
+    grammars.warm_up()
     spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
     grammar = grammars.queue.submit(spec)
     if engine.model.device.type == "cuda":

@@ -1,7 +1,7 @@
 """Worker processes for grammars.
 
-Large grammars are tried out there, since they may hang, crash or take much memory. The rules of
-many new ones are read there, so that decoding in this process does not wait for the interpreter.
+Large grammars are tried out there, since they may hang, crash or take much memory. Small ones are
+prepared there where many come, so that decoding in this process does not wait for the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -38,7 +37,7 @@ from guided_spec.grammar.document import (
 )
 from guided_spec.grammar.recipe import Recipe, RecipeGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.steps import StepsSpentError, limit_steps, spend_on_text
+from guided_spec.grammar.steps import StepsSpentError, limit_steps
 from guided_spec.home import Home
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
@@ -61,7 +60,6 @@ _SIGNS_OF_NO_MEMORY = ("bad_alloc", "Resource temporarily unavailable")
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
 _TRIES = 3  # workers that may be killed over one job, of which one may have been dead before
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
-_FEW = 32  # grammars, whose rules are read where they are compiled
 _LONGEST_RECIPE = 2**24  # bytes
 _NICENESS = 10  # of a worker: the threads of a forward wait for each other, and must not for it
 _LONGEST_RULES = 2**20  # bytes, which are read back in some 20 ms
@@ -92,6 +90,12 @@ class Workers:
         """Of the processes, those that have begun."""
         with self._lock:
             return {worker.process.pid for worker in self._all}
+
+    @property
+    def num_idle(self) -> int:
+        """How many have begun and have nothing to do."""
+        with self._lock:
+            return len(self._idle)
 
     @property
     def is_closed(self) -> bool:
@@ -134,28 +138,29 @@ class Workers:
         table: TokenTable = self._run(_Job(spec, limits, tables), self._take())
         return table
 
-    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules:
-        """The rules of a grammar, read by a worker.
+    def prepare_if_idle(self, spec: GrammarSpec, limits: GrammarLimits) -> TriedOut | None:
+        """Compile ``spec`` in an idle worker, and read the grammar's rules; None if there is none.
 
-        Raises what ``read_if_idle`` raises, and GrammarWorkerError where none can be started.
-        """
-        found: ReadRules = self._run(_Reading(source, limits), self._take())
-        return found
-
-    def read_if_idle(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
-        """The rules of a grammar, read by an idle worker; None where there is none.
-
-        Raises what ``read_source`` raises, and GrammarCompileError where the worker fails.
+        Raises what ``try_out`` raises, and StepsSpentError beyond the steps of ``limits``.
         """
         worker = self._take_idle()
         if worker is None:
             return None
-        found: ReadRules = self._run(_Reading(source, limits), worker)
+        found: TriedOut = self._run(_Job(spec, limits, is_small=True), worker)
+        return found
+
+    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules:
+        """The rules of a grammar, read by a worker.
+
+        Raises what ``read_source`` raises, GrammarCompileError where the worker fails, and
+        GrammarWorkerError where none can be started.
+        """
+        found: ReadRules = self._run(_Reading(source, limits), self._take())
         return found
 
     def start_one(self) -> None:
-        """Start a worker, within seconds. Raises GrammarWorkerError where the start fails."""
-        worker = self._take()
+        """Start one worker more, within seconds. Raises GrammarWorkerError where that fails."""
+        worker = self._new()
         try:
             worker.start()
         except BaseException:
@@ -194,9 +199,9 @@ class Workers:
 
     def _take(self) -> _Worker:
         """An idle worker, or a new one. Raises GrammarWorkerError where none can be started."""
-        idle = self._take_idle()
-        if idle is not None:
-            return idle
+        return self._take_idle() or self._new()
+
+    def _new(self) -> _Worker:
         try:
             with self._lock:
                 if self._closed:
@@ -221,58 +226,6 @@ class Workers:
         worker.end()
         with self._lock:
             self._all.discard(worker)
-
-
-class RuleReader:
-    """Reads what the rules of grammars say: of the first ones here, of later ones in a worker.
-
-    read_here: as ``read_source``. Safe to use from several threads.
-
-    Where grammars are new all the time, some milliseconds of Python for each would hold up every
-    step of the texts that decode in this process. A worker is started once 32 have come, and
-    restarted if it died. No caller waits for it: while none is idle, rules are read here, save
-    those that take too many steps.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        limits: GrammarLimits,
-        read_here: Callable[[RuleSource], ReadRules],
-    ) -> None:
-        self._workers, self._limits, self._read_here = workers, limits, read_here
-        self._lock = threading.Lock()
-        self._until_start = _FEW
-
-    def read(self, source: RuleSource, steps: int) -> ReadRules:
-        """As ``read_source``. Raises GrammarCompileError where the worker fails at it.
-
-        steps: that this process may spend on it; rules that take more are left to a worker.
-        """
-        found = self._workers.read_if_idle(source, self._limits)
-        if found is not None:
-            return found
-        with self._lock:
-            self._until_start -= 1
-            starts = self._until_start == 0
-        if starts:
-            threading.Thread(target=self._start, name="grammar-reader", daemon=True).start()
-        try:
-            with limit_steps(steps):
-                spend_on_text(source.text)
-                return self._read_here(source)
-        except StepsSpentError:
-            return self._workers.read(source, self._limits)
-
-    def _start(self) -> None:
-        try:
-            if not self._workers.pids:
-                self._workers.start_one()
-        except GrammarError as error:
-            if not self._workers.is_closed:
-                _LOG.warning("the rules of grammars are read in this process: %s", error)
-        with self._lock:
-            self._until_start = _FEW
 
 
 def start_interpreter(program: str, **options: Any) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -379,11 +332,15 @@ class _EndedError(Exception):
 
 
 class _Job(NamedTuple):
-    """A spec to compile; and to make a table of, where there are limits for one."""
+    """A spec to compile; and to make a table of, where there are limits for one.
+
+    is_small: it takes few steps, and its rules are read too.
+    """
 
     spec: GrammarSpec
     limits: GrammarLimits
     tables: TableLimits | None = None
+    is_small: bool = False
 
     @property
     def kind(self) -> str:
@@ -400,10 +357,12 @@ class TriedOut(NamedTuple):
     """What a worker has compiled.
 
     recipe: to compile it again; None where the backend tells none. warnings: of what it left out.
+    rules: of a small grammar, or why they cannot be read; None where they were not.
     """
 
     recipe: Recipe | None
     warnings: tuple[str, ...] = ()
+    rules: ReadRules | Exception | None = None
 
 
 class _Reading(NamedTuple):
@@ -447,25 +406,40 @@ class _Bench:
 
     def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | TriedOut:
         """The job's result."""
-        from guided_spec.grammar.completion.endings import UnreadableGrammarError
-        from guided_spec.grammar.completion.rule_endings import read_source
         from guided_spec.grammar.tables.table import proven_table, tabled_part
 
         if isinstance(job, _Reading):
-            found = read_source(job.source, self._spelling)
-            found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
-            if len(pickle.dumps(found)) > _LONGEST_RULES:
-                raise UnreadableGrammarError("its rules are too long to be handed over")
-            return found
+            return self._read(job.source)
         document = SpecDocument(job.spec)
-        check_limits(document, job.limits)
-        with warnings.catch_warnings(record=True) as caught:
+        limit = limit_steps(job.limits.steps) if job.is_small else contextlib.nullcontext()
+        with warnings.catch_warnings(record=True) as caught, limit:
             warnings.simplefilter("always", UserWarning)
+            check_limits(document, job.limits)
             compiled = as_document_compiler(self._backend).compile_document(document)
         if job.tables is None:
             texts = [str(one.message) for one in caught if one.category is UserWarning]
-            return TriedOut(_recipe_of(job, compiled), tuple(texts))
+            rules = self._rules_of(compiled) if job.is_small else None
+            return TriedOut(_recipe_of(job, compiled), tuple(texts), rules)
         return proven_table(tabled_part(compiled), self._spelling, job.tables)
+
+    def _rules_of(self, compiled: CompiledGrammar) -> ReadRules | Exception:
+        from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
+        from guided_spec.grammar.completion.rules import source_of
+
+        try:
+            return self._read(source_of(compiled))
+        except (UnreadableGrammarError, EndLostError) as error:
+            return error.with_traceback(None)
+
+    def _read(self, source: RuleSource) -> ReadRules:
+        from guided_spec.grammar.completion.endings import UnreadableGrammarError
+        from guided_spec.grammar.completion.rule_endings import read_source
+
+        found = read_source(source, self._spelling)
+        found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
+        if len(pickle.dumps(found)) > _LONGEST_RULES:
+            raise UnreadableGrammarError("its rules are too long to be handed over")
+        return found
 
 
 def _recipe_of(job: _Job, compiled: CompiledGrammar) -> Recipe | None:
@@ -483,7 +457,7 @@ def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
     signal.alarm(int(job.seconds) + _GRACE_SECONDS)
     try:
         return _do_within_memory(bench, job)
-    except (NoTableError, UnreadableGrammarError, EndLostError) as error:
+    except (NoTableError, UnreadableGrammarError, EndLostError, StepsSpentError) as error:
         return error.with_traceback(None)
     except GrammarError as error:
         is_refused = any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)

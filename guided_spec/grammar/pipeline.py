@@ -35,7 +35,8 @@ from guided_spec.grammar.document import (
     check_limits,
     check_source,
 )
-from guided_spec.grammar.isolation import RuleReader, Workers
+from guided_spec.grammar.isolation import TriedOut, Workers
+from guided_spec.grammar.preparation import Preparation
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError, limit_steps
@@ -331,6 +332,13 @@ def _own_failure(future: Future[CompiledGrammar]) -> Future[CompiledGrammar]:
 _LONGEST_MESSAGE = 2_000  # characters
 
 
+class _Compiled(NamedTuple):
+    """A grammar, and its rules as a worker has read them: None where none has."""
+
+    grammar: CompiledGrammar
+    rules: ReadRules | Exception | None = None
+
+
 class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
     """Any backend with limits, markers, endings and tables; safe to use from several threads.
 
@@ -341,8 +349,8 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         more to hand over (454 MB of text for 3 MB of grammar). Without POSIX there is no worker:
         what takes more steps is refused.
     markers: for specs with a ``start``: these are compiled without it, and apply after the marker.
-    endings: prepared where grammars are compiled, not while others wait; of many grammars, from
-        what a worker reads of their rules.
+    endings: prepared where grammars are compiled, not while others wait. With them, small grammars
+        are prepared by ``num_workers`` workers where many come, see ``Preparation``.
     tables: whether grammars get tables: "auto" in a worker once they are asked for again and again,
         "always" here, at once; None for none.
     make: what builds the backend in a worker, a function or class that can be imported; None
@@ -362,6 +370,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         tables: Literal["auto", "always"] | None = None,
         make: BackendFactory | None = None,
         name: str | None = None,
+        num_workers: int = 1,
     ) -> None:
         self.vocabulary: Vocabulary = backend.vocabulary
         self.limits = limits
@@ -370,10 +379,10 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         self._endings = endings
         self._name = name
         self._workers = Workers(type(backend) if make is None else make, self.vocabulary)
-        self._reader: RuleReader | None = None
+        self._preparation: Preparation | None = None
         if endings is not None and self._has_worker_of(name):
             own = limits or GrammarLimits()
-            self._reader = RuleReader(self._workers, own, endings.read_here)
+            self._preparation = Preparation(self._workers, own, endings.read_here, num_workers)
         self._tables: TableMaker | None = None
         if tables is not None:
             is_at_once = tables == "always"
@@ -418,7 +427,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
             document = document.without_start()
         try:
             marker = None if self.markers is None or start is None else self.markers.find(start)
-            compiled = self._within_limits(document)
+            compiled, rules = self._within_limits(document)
         except GrammarError as error:
             _shorten(error)
             raise
@@ -427,15 +436,30 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
-            self._endings.of(compiled, self._read_rules(document))
+            self._endings.of(compiled, self._read_rules(document, rules))
         return compiled
 
-    def _read_rules(self, document: SpecDocument) -> Callable[[RuleSource], ReadRules] | None:
-        if self._reader is None:
+    def warm_up(self) -> None:
+        """Start the workers that prepare small grammars, in the background."""
+        if self._preparation is not None:
+            self._preparation.warm_up()
+
+    @property
+    def num_idle(self) -> int:
+        """How many workers have nothing to do."""
+        return self._workers.num_idle
+
+    def _read_rules(
+        self, document: SpecDocument, rules: ReadRules | Exception | None
+    ) -> Callable[[RuleSource], ReadRules] | None:
+        """rules: what a worker has read of them, or why it could not; None where none did."""
+        if rules is not None:
+            return partial(_given, rules)
+        if self._preparation is None:
             return None
         steps = (self.limits or GrammarLimits()).steps
         spent = steps if document.is_dear else document.num_steps
-        return partial(self._reader.read, steps=max(steps - spent, steps // 4))
+        return partial(self._preparation.read, steps=max(steps - spent, steps // 4))
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
@@ -443,28 +467,31 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
             self._tables.close()
         self._workers.close()
 
-    def _within_limits(self, document: SpecDocument) -> CompiledGrammar:
+    def _within_limits(self, document: SpecDocument) -> _Compiled:
         if self.limits is None:
-            return self._backend.compile_document(document)
+            return _Compiled(self._backend.compile_document(document))
         check_source(document.spec, self.limits)
         has_worker = self._has_worker(document.spec)
+        if has_worker and self._preparation is not None and not document.is_large:
+            tried = self._preparation.try_out(document.spec)
+            if tried is not None:
+                return _Compiled(self._rebuild(document, tried), tried.rules)
         try:
             with limit_steps(self.limits.steps) as count:
                 if not (has_worker and document.is_large):
                     check_limits(document, self.limits)
                     compiled = self._backend.compile_document(document)
                     document.num_steps = count.spent
-                    return compiled
+                    return _Compiled(compiled)
         except StepsSpentError as error:
             if not has_worker:
                 raise _refuse(document.spec, error) from error
             raise
-        return self._compile_elsewhere(document, self.limits)
+        tried = self._workers.try_out(document.spec, self.limits, document.demand)
+        return _Compiled(self._rebuild(document, tried))
 
-    def _compile_elsewhere(self, document: SpecDocument, limits: GrammarLimits) -> CompiledGrammar:
-        """In a worker; then here, of what it has written, or all of it where it tells nothing."""
-        spec = replace(document.spec, start=None)
-        tried = self._workers.try_out(spec, limits, document.demand)
+    def _rebuild(self, document: SpecDocument, tried: TriedOut) -> CompiledGrammar:
+        """Compile here what a worker has written, or all of it where it tells nothing."""
         compiled = None
         if tried.recipe is not None:
             compiled = self._backend.rebuild(document.spec, tried.recipe)
@@ -489,7 +516,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         if not self._has_worker(spec):
             return self._table_here(spec, part)
         limits = self.limits or GrammarLimits()
-        return self._workers.make_table(replace(spec, start=None), limits, TableLimits())
+        return self._workers.make_table(spec, limits, TableLimits())
 
     @cached_property
     def _spelling(self) -> Spelling:
@@ -497,16 +524,18 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
 
 
 class RequestGrammars(NamedTuple):
-    """The three parts that every request's grammar meets, in this order.
+    """The parts that every request's grammar meets, in this order.
 
     markers: bind a spec to its prompt, where it begins after a marker.
     queue: compiles it in threads, within limits, and keeps it.
     endings: how its texts end, to end one within its budget; None ends none.
+    warm_up: starts what compiles many grammars, in the background.
     """
 
     markers: Markers
     queue: GrammarCompileQueue
     endings: EndingsCache | None
+    warm_up: Callable[[], None] = lambda: None
 
     @classmethod
     def build(cls, config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> RequestGrammars:
@@ -526,6 +555,7 @@ class RequestGrammars(NamedTuple):
             # Where no other process can import it, that one is for specs which name another.
             make=partial(BackendChoice, name if import_path(name) else "auto"),
             name=name,
+            num_workers=config.compile_threads,
         )
         queue = GrammarCompileQueue(
             pipeline,
@@ -534,7 +564,7 @@ class RequestGrammars(NamedTuple):
             size_of_more=lambda grammar: endings.size_of(grammar) + table_bytes(grammar),
             close_backend=pipeline.close,
         )
-        return cls(markers, queue, endings)
+        return cls(markers, queue, endings, pipeline.warm_up)
 
 
 def _refuse(spec: GrammarSpec, spent: StepsSpentError) -> GrammarCompileError:
@@ -542,6 +572,13 @@ def _refuse(spec: GrammarSpec, spent: StepsSpentError) -> GrammarCompileError:
         f"preparing the {spec.kind} goes beyond the limit steps={spent.most}, and no worker "
         "process can do it; simplify the grammar: fewer alternatives, less nesting, smaller counts"
     )
+
+
+def _given(rules: ReadRules | Exception, source: RuleSource) -> ReadRules:
+    del source  # a worker has read it
+    if isinstance(rules, Exception):
+        raise rules
+    return rules
 
 
 def _shorten(error: GrammarError) -> None:

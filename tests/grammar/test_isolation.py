@@ -3,10 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -22,10 +21,6 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar import isolation
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.completion.endings import UnreadableGrammarError
-from guided_spec.grammar.completion.rule_endings import RuleEndings
-from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
@@ -254,6 +249,15 @@ def test_with_xgrammar() -> None:
 
 
 @pytest.mark.slow
+def test_a_marker_is_dropped_nowhere() -> None:
+    """Without markers a spec with a start is refused, also where a worker compiles it."""
+    with closing(GrammarPipeline(XGrammarBackend(SPELLED), GrammarLimits())) as pipeline:
+        for source in ("[abc]+", "[abc]{1,300}"):
+            with pytest.raises(GrammarCompileError, match="has a start"):
+                pipeline.compile(GrammarSpec.regex(source).after("cab"))
+
+
+@pytest.mark.slow
 def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
     backend = GrammarPipeline(XGrammarBackend(SPELLED), GrammarLimits(), markers=MARKERS)
     with closing(backend):
@@ -262,91 +266,3 @@ def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
         assert pids(backend)
         with pytest.raises(GrammarCompileError, match="lookahead"):
             backend.compile(GrammarSpec.regex("(?=[ab]{300})").after("cab"))
-
-
-@pytest.mark.slow
-def test_rules_of_many_grammars_are_read_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "_FEW", 2)
-    here, elsewhere = EndingsCache(BYTES), EndingsCache(BYTES)
-    backend = XGrammarBackend(BYTES, compile_threads=1)
-    with closing(GrammarPipeline(backend, endings=elsewhere)) as pipeline:
-        pipeline.compile(numbered(0))
-        assert not pids(pipeline)
-        pipeline.compile(numbered(1))
-        (process,) = wait_for(lambda: idle(pipeline))
-
-        read = list[RuleSource]()
-        monkeypatch.setattr(pipeline._reader, "_read_here", read.append)
-        grammars = [pipeline.compile(numbered(number)) for number in range(2, 5)]
-        assert read == []
-        for compiled in grammars:
-            ours, theirs = here.of(compiled), elsewhere.of(compiled)
-            assert isinstance(theirs, RuleEndings)
-            assert theirs.cost(theirs.start) == ours.cost(ours.start)
-            for remaining in range(1, 200, 20):
-                assert theirs.stride(theirs.start, remaining) == ours.stride(ours.start, remaining)
-        with pytest.raises(UnreadableGrammarError, match="do not close"):
-            pipeline._workers.read(RuleSource("root ::= ((", is_regex=False), SHORT)
-
-        monkeypatch.setattr(pipeline._reader, "_read_here", here.read_here)
-        process.kill()
-        process.wait()
-        for number in range(5, 8):
-            assert isinstance(elsewhere.of(pipeline.compile(numbered(number))), RuleEndings)
-        (other,) = wait_for(lambda: idle(pipeline))
-        assert other.pid != process.pid
-
-
-def test_a_worker_that_ends_over_rules_fails_their_request_alone() -> None:
-    endings, limits = EndingsCache(BYTES), GrammarLimits(compile_seconds=1e-6)
-    backend = XGrammarBackend(BYTES, compile_threads=1)
-    with closing(GrammarPipeline(backend, limits, endings=endings)) as pipeline:
-        pipeline._workers.start_one()
-        with pytest.raises(GrammarCompileError, match="compile_seconds"):
-            pipeline.compile(numbered(0))
-        assert not pids(pipeline)
-        assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_a_worker_that_rules_wait_for_may_not_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_closed: bool
-) -> None:
-    monkeypatch.setattr(isolation, "_FEW", 1)
-    endings, backend = EndingsCache(BYTES), XGrammarBackend(BYTES, compile_threads=1)
-    make = None if is_closed else os._exit
-    with closing(GrammarPipeline(backend, endings=endings, make=make)) as pipeline:
-        assert isinstance(endings.of(pipeline.compile(numbered(0))), RuleEndings)
-        if is_closed:
-            pipeline.close()
-        for thread in threading.enumerate():
-            if thread.name == "grammar-reader":
-                thread.join(WAIT)
-        assert not pids(pipeline)
-        assert ("does not start" in caplog.text) == (not is_closed)
-        assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
-
-
-def numbered(number: int) -> GrammarSpec:
-    return GrammarSpec.json_schema(
-        {
-            "type": "object",
-            "properties": {f"n{number}": {"type": "string"}},
-            "required": [f"n{number}"],
-            "additionalProperties": False,
-        }
-    )
-
-
-def idle(pipeline: GrammarPipeline) -> list[subprocess.Popen[bytes]]:
-    """The workers that wait for work."""
-    return [worker.process for worker in pipeline._workers._idle]
-
-
-def wait_for(found: Callable[[], Found]) -> Found:
-    for _ in range(WAIT * 20):
-        if result := found():
-            return result
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")

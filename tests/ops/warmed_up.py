@@ -54,7 +54,7 @@ def main() -> None:
             launch_choices(Choices(target_ids, VOCAB_SIZE, "rejection", torch.bfloat16, CPU))
     known = Counter(made)
     assert known["_decide_kernel"]
-    assert known["_scan"]
+    assert sum(known.values()) > known["_decide_kernel"]
     with launch_triton.compiling_ahead():
         decide_all()
         choose_all()
