@@ -213,6 +213,8 @@ class RowFiller:
             alone, together = list(drafts), ()
         if together:
             self._fill_together(together, batch)
+        if not alone:
+            return
         cpu_began = time.thread_time()
         longest = max(map(self._fill_alone, alone), default=0.0)
         if longest > LONG and time.thread_time() - cpu_began > longest / 2:
