@@ -142,7 +142,7 @@ def _from_folder(source: str | Path) -> Fetch:
 
 def _from_hub(source: str | Path, revision: str | None, name: str) -> Fetch:
     """name: what to name in errors."""
-    if isinstance(source, Path) or source.startswith((".", "/", "~")):
+    if looks_local(source):
         raise _error(name, "expected a folder, found none", "pass a model folder or a hub id")
 
     def fetch(file: str) -> Path | None:
@@ -370,14 +370,18 @@ def find_file(path: str | Path, name: str, revision: str | None) -> str | None:
     return None if found is None else str(found)
 
 
+def looks_local(path: str | Path) -> bool:
+    """Whether it is plainly a path of this machine, and no id of the hub."""
+    return isinstance(path, Path) or path.startswith((".", "/", "~"))
+
+
 def check_folder(argument: str, path: str | Path, *names: str) -> None:
     """Refuse what is plainly a folder and not there, before a hub is asked for it.
 
     names: files of which the folder must have one.
     """
-    looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
     shown = f"{argument}={str(path)!r}"
-    if looks_local and not Path(path).is_dir():
+    if looks_local(path) and not Path(path).is_dir():
         raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
         raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -25,11 +26,10 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import (
     ADAPTER_CONFIG,
     Checkpoint,
-    check_folder,
     find_file,
-    loading_failure,
 )
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
+from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def load_model(
     """Load a causal LM for inference.
 
     path: a folder with a config.json, or a hub id such as "org/name"; or a LoRA adapter of peft,
-        whose base model is then loaded and its weights merged.
+        whose base model is then loaded and its weights merged; or a GGUF file, see ``find_gguf``.
     dtype: torch.bfloat16, "bfloat16", ... or "auto" for the checkpoint's own; None is float32 on
-        the CPU and "auto" elsewhere.
+        the CPU and "auto" elsewhere. A GGUF file has none of its own: "auto" is bfloat16.
     device: where to put it; None is CUDA where there is one, else the CPU. "auto" tries CUDA, then
         Apple's MPS, then takes the CPU.
     device_map: spread the layers over devices instead, as accelerate does ("auto").
@@ -64,7 +64,7 @@ def load_model(
     """
     if sum(value is not None for value in (device, device_map, tp_plan)) > 1:
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
-    check_folder(argument, path, "config.json", ADAPTER_CONFIG)
+    gguf = find_gguf(path, "config.json", argument=argument, revision=options.get("revision"))
     target = _target_device(device)
     arguments = {"dtype": resolve_dtype(dtype, target), **options}
     if device_map is not None:
@@ -72,22 +72,24 @@ def load_model(
         arguments["device_map"] = device_map
     if tp_plan is not None:
         arguments["distributed_config"] = _distributed_config(tp_plan)
-    is_placed = device_map is not None or tp_plan is not None
+    place = target if device_map is None and tp_plan is None else None
     began = time.perf_counter()
     try:
-        adapter = find_file(path, ADAPTER_CONFIG, options.get("revision"))
-        if adapter is None:
-            model = _load_whole(path, arguments, None if is_placed else target)
+        adapter = None if gguf else find_file(path, ADAPTER_CONFIG, options.get("revision"))
+        if gguf is not None:
+            model = _load_gguf(path, gguf, arguments, place)
+        elif adapter is None:
+            model = _load_whole(path, arguments, place)
         else:
-            model = _load_merged(path, adapter, arguments, None if is_placed else target, argument)
+            model = _load_merged(path, adapter, arguments, place, argument)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(loading_failure(argument, path, error)) from error
+        raise gguf_failure(path, argument, error) from error
     model.eval()
     assert isinstance(model, PreTrainedModel)
-    seconds = time.perf_counter() - began
-    _LOG.info("loaded %s on %s as %s in %.1f s", path, model.device, model.dtype, seconds)
+    loaded = (path, model.device, model.dtype, time.perf_counter() - began)
+    _LOG.info("loaded %s on %s as %s in %.1f s", *loaded)
     return model
 
 
@@ -107,6 +109,23 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
         _require("accelerate", "parallel", "a quantized model")
         arguments, target = {**arguments, "device_map": {"": target}}, None
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    return model if target is None else model.to(target)
+
+
+def _load_gguf(
+    path: str | Path, file: GgufFile, arguments: dict[str, Any], target: torch.device | None
+) -> Any:
+    """Its weights as plain ones; the model is known by ``path`` from then on."""
+    given = {**file.options, **arguments}
+    if given["dtype"] == "auto":
+        given["dtype"] = torch.bfloat16
+    is_plain = given.get("quantization_config") is None
+    if is_plain and (kept := getattr(transformers, "GgufConfig", None)) is not None:
+        given["quantization_config"] = kept(dequantize=True)  # earlier versions know no other way
+    model: Any = AutoModelForCausalLM.from_pretrained(file.source, **given)
+    model.config.name_or_path = str(path)
+    if is_plain and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # of the file
     return model if target is None else model.to(target)
 
 

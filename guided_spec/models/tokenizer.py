@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from guided_spec.errors import ModelError
-from guided_spec.models.checkpoint import ADAPTER_CONFIG, check_folder, find_file, loading_failure
+from guided_spec.models.checkpoint import ADAPTER_CONFIG, find_file
+from guided_spec.models.gguf import find_gguf, gguf_failure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,16 +23,21 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
 
+    Of a GGUF file it is the file's own, with its chat template.
+
     argument: its name in errors, as the caller knows it.
     options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """
-    check_folder(argument, path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
+    gguf = find_gguf(path, TOKENIZER_CONFIG, argument=argument, revision=options.get("revision"))
     try:
-        source = _tokenizer_of(path, options)
+        if gguf is None:
+            source = _tokenizer_of(path, options)
+        else:
+            source, options = gguf.source, {**options, **gguf.options}
         tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise ModelError(loading_failure(argument, path, error)) from error
+        raise gguf_failure(path, argument, error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(f"{argument}={str(path)!r}: the folder or repository has no tokenizer")
     return tokenizer
