@@ -30,6 +30,7 @@ _OTHERS = (
     *("patternErrorMessage", "errorMessage", "typeof", "instanceof", "tsType", "name", "strict"),
 )
 _KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
+_SPELLED = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
 _ONE = (
     *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
     *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
@@ -80,8 +81,8 @@ def _meant(keyword: str) -> str | None:
     if keyword.startswith(("x-", "x_", "_")) or not 3 <= len(keyword) <= 24:
         return None
     plain = keyword.lower().replace("_", "").replace("-", "")
-    spelled = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
     base = plain.removeprefix("$")
-    exact = spelled.get(base) or spelled.get(base.removesuffix("s")) or spelled.get(f"{base}s")
-    found = difflib.get_close_matches(plain, spelled, n=1, cutoff=_LIKE)
-    return exact or next((spelled[one] for one in found if len(one) >= _LONG), None)
+    forms = (base, base.removesuffix("s"), f"{base}s")
+    found = difflib.get_close_matches(plain, _SPELLED, n=1, cutoff=_LIKE)
+    alike = [one for one in forms if one in _SPELLED] or [one for one in found if len(one) >= _LONG]
+    return _SPELLED[alike[0]] if alike else None

@@ -218,9 +218,7 @@ class TextState:
         if start is None:
             return False
         has_begun = len(self.token_ids) > start
-        if self._is_plain and has_begun and stops is not None:
-            return self.token_ids[-1] in stops
-        if (state := self._state()) != OUTSIDE:
+        if not self._is_plain and (state := self._state()) != OUTSIDE:
             return state == ENDED
         if stops is not None and has_begun:
             return self.token_ids[-1] in stops
