@@ -98,7 +98,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
             grammar = self._in_any_order(spec, prepared, grammar)
         if not spec.is_json:
             return grammar
-        return with_unique_keys(grammar, prepared, self.vocabulary)
+        return with_unique_keys(grammar, prepared, self.vocabulary, document.items)
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
@@ -106,7 +106,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         grammar = self._grammar(texts.main, texts.style, texts.pattern)
         _require_compiled(spec, grammar)
         grammar = replace(grammar, notes=texts.notes)
-        return with_key_rules(grammar, recipe.keys, self.vocabulary)
+        return with_key_rules(grammar, recipe.keys, self.vocabulary, recipe.items)
 
     def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
         source = LLGuidanceSource(

@@ -108,7 +108,8 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         require_first_token(grammar, self.vocabulary.vocab_size, spec.kind)
         if not spec.is_json:
             return grammar
-        return with_unique_keys(grammar, require_enforced(document.examined), self.vocabulary)
+        prepared = require_enforced(document.examined)
+        return with_unique_keys(grammar, prepared, self.vocabulary, document.items)
 
     def _compile_any(self, document: SpecDocument) -> XGrammarGrammar:
         if document.spec.kind == "structural_tag":
@@ -153,7 +154,8 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[XGrammarGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
         del spec
-        return with_key_rules(self._build(recipe.source), recipe.keys, self.vocabulary)
+        built = self._build(recipe.source)
+        return with_key_rules(built, recipe.keys, self.vocabulary, recipe.items)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
         """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
