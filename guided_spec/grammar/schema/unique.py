@@ -458,6 +458,8 @@ def _of_number(kind: str, node: dict[str, Any]) -> _Amount:
         return _Amount(0)
     if not lows or not highs:
         return _Amount(math.inf if kind == "integer" or "multipleOf" not in node else _ENOUGH)
+    if kind == "number" and "multipleOf" not in node:  # some decimals suffice for many
+        return _Amount(1_000 if min(highs) - max(lows) >= 0.01 else 0)
     # Without the ends: whether these count does not matter here.
     between = (math.ceil(min(highs)) - 1 - math.floor(max(lows))) // step
     return _Amount(max(0, between))

@@ -13,8 +13,9 @@ State = TypeVar("State", bound=Hashable)
 
 
 class _Ahead(NamedTuple, Generic[State]):
-    """away: a token that leads to where nothing is near. near: others, with their states."""
+    """state: the text's. away: a token that leads away. near: others, with their states."""
 
+    state: State
     away: int | None
     near: Iterator[tuple[int, State]]
 
@@ -58,7 +59,8 @@ class Ahead(Generic[State]):
                 del way[-1:]
             elif text.accept_token(option[0]):
                 way.append(option[0])
-                waiting.append(self._look(option[1], seen, text, spaced=option[1] is state))
+                spaced = option[1] is waiting[-1].state
+                waiting.append(self._look(option[1], seen, text, spaced=spaced))
         text.rollback(len(way))
         if waiting:
             self._ways[kind] = (*way, waiting[-1].away or 0)
@@ -83,11 +85,11 @@ class Ahead(Generic[State]):
         for token in ids_of(legal_row(text, self._vocab_size)):
             then = self._advance(state, token)
             if then is not None and not self._is_near(then):
-                return _Ahead(token, iter(near))
+                return _Ahead(state, token, iter(near))
             if then is not None and then not in seen:
                 seen.add(then)
                 near.append((token, then))
             elif then is state and not spaced:  # one space
                 spaced = True
                 near.append((token, then))
-        return _Ahead(None, iter(near))
+        return _Ahead(state, None, iter(near))

@@ -190,6 +190,7 @@ _PIECE = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 _SPECIAL = re.compile(rb'["\\{}\[\],]')
 _OPENER = re.compile(rb'[ \t\r\n]*"([^"\\{}\[\],]*)')
 _MIXED = re.compile(rb'"[^"]*["{}\[\],:]|[{}\[\],:].*"', re.DOTALL)
+_EMPTY = re.compile(rb"\[[^\[\],]*\]")
 _NESTED = re.compile(rb"\[.*,", re.DOTALL)
 CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
 """Modes in which tokens that are not ``special`` change nothing."""
@@ -229,7 +230,8 @@ class KeyTokens:
         every = [token for tokens in self.openers.values() for token in tokens]
         self.openers_row = row_of(every, len(self.data))
         self.mixed = self._matching(_MIXED, self._quoted)
-        self.nested = self._matching(_NESTED, np.array(sorted(self.special), dtype=np.int64))
+        nested = [t for t in sorted(self.special) if _may_end_item(self.data[t])]
+        self.nested = np.array(nested, dtype=np.int64)
         commas = self._having(b",")
         both = np.intersect1d(self._quoted, commas)
         self.escaping = self._having(b"\\")
@@ -281,6 +283,13 @@ class KeyTokens:
     def _having(self, part: bytes) -> NDArray[np.int64]:
         found = (token for token, data in enumerate(self.data) if part in data)
         return np.fromiter(found, dtype=np.int64)
+
+
+def _may_end_item(data: bytes) -> bool:
+    """Whether a token may begin an array and write a comma in it."""
+    while b'"' not in data and (shorter := _EMPTY.sub(b"", data)) != data:
+        data = shorter
+    return _NESTED.search(data) is not None
 
 
 def legal(token_ids: NDArray[np.int64], row: NDArray[np.int32]) -> list[int]:
