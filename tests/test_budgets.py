@@ -11,10 +11,10 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "cli": 1_570,
+    "cli": 1_575,  # 5 more: what of a schema is refused in tags
     "engine": 5_950,
     "evaluate": 1_020,
-    "grammar": 15_300,  # 300 more: GBNF, anchors in alternatives, misspelt keywords, docstrings
+    "grammar": 16_460,  # 1,160 more: arrays of unique items, by a filter
     "integrations": 8_180,
     "masks": 1_750,
     "models": 10_460,

@@ -143,7 +143,6 @@ def _about_tags(schema: Any) -> list[Unenforced]:
         reason = "as part of a tool or tag, a key that is not listed may be written twice"
         found.append(Unenforced("", "additionalProperties", reason, "list the keys there", "note"))
     if has_unique_items(lowered.schema):
-        reason = "as part of a tool or tag, it is refused unless few values are allowed"
-        fix = "set maxItems to 1 there"
+        reason, fix = "as part of a tool or tag, it is refused over many values", "list few values"
         found.append(Unenforced("", "uniqueItems", reason, fix, "note"))
     return found

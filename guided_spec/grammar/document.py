@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-from guided_spec.grammar.recipe import ItemRules, Recipe
+from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, escape, find, unescape
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import normalize
-from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend, spend_on_text
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -318,11 +317,6 @@ class SpecDocument:
         return lower_checked(self.value, additional, filtered=self.is_filtered)
 
     @cached_property
-    def items(self) -> ItemRules | None:
-        """Which items of arrays a filter has to keep unique; None for none."""
-        return item_rules(self.lowered.schema)
-
-    @cached_property
     def examined(self) -> Lowered:
         """The lowered schema rewritten for xgrammar, and what that could not keep."""
         return examine_schema(self.lowered)
@@ -385,12 +379,9 @@ def as_document_compiler(backend: GrammarBackend) -> DocumentCompiler[CompiledGr
 
 
 class DocumentBackend(DocumentCompiler[Compiled]):
-    """A backend of this package: ``unsupported`` decides about what it cannot enforce.
+    """A backend of this package: ``unsupported`` decides about what it cannot enforce."""
 
-    is_filtered: see ``SpecDocument``; inside of structural tags there are no filters.
-    """
-
-    is_filtered: ClassVar[bool] = True
+    is_filtered: ClassVar[bool] = True  # see ``SpecDocument``; in structural tags nothing is
 
     def compile_document(self, document: SpecDocument) -> Compiled:
         """As ``compile``.

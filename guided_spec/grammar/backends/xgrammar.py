@@ -23,6 +23,7 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
+from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
@@ -109,7 +110,8 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         if not spec.is_json:
             return grammar
         prepared = require_enforced(document.examined)
-        return with_unique_keys(grammar, prepared, self.vocabulary, document.items)
+        items = item_rules(document.lowered.schema)
+        return with_unique_keys(grammar, prepared, self.vocabulary, items)
 
     def _compile_any(self, document: SpecDocument) -> XGrammarGrammar:
         if document.spec.kind == "structural_tag":

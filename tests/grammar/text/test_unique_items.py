@@ -412,7 +412,7 @@ def test_where_nothing_is_open_nothing_is_filtered(name: str) -> None:
 
 def test_one_token_may_hold_two_items() -> None:
     tokens = VOCABULARY.key_tokens
-    assert [VOCABULARY.token_bytes[token] for token in tokens.nested] == [b'[{"a":1}, {"a":1']
+    assert [VOCABULARY.token_bytes[token] for token in tokens.nested] == [b'[{"a": 1}, {"a": 1']
     extra = (b"[1,1", b"[[],[]", b"[],", b"[1],2,[3]", b'["]",')
     vocabulary = Vocabulary((*BYTES.token_bytes[:256], *extra, b""), (261,), 262)
     assert vocabulary.key_tokens.nested.tolist() == [256, 257, 260]
@@ -448,7 +448,7 @@ def test_after_a_marker() -> None:
         (unique({"enum": [1, 2, 3, 4, 1.23456789012345]}), "too many digits"),
         (
             {"allOf": [{"$ref": "#/$defs/m"}, {"$ref": "#/$defs/m", "maxItems": 3}]},
-            "write them as one schema",
+            "joined schemas",
         ),
     ],
     ids=str,
