@@ -16,12 +16,16 @@ class KeyRules(NamedTuple):
 class ItemRule(NamedTuple):
     """What holds of the values at one place of a schema, as far as arrays of unique items go.
 
-    is_unique: whether no two items of an array here are equal. The places of what is inside: keys,
-    by their UTF-8; other, of all further keys; prefix and items, of an array's items. Place 0 is
-    where nothing is asked for any more.
+    is_unique: whether no two items of an array here are equal. is_free: whether there are
+    infinitely many values, more of them than can be known to run out. has_free_strings: whether
+    every string that has begun can go on to infinitely many.
+    The places of what is inside: keys, by their UTF-8; other, of all further keys; prefix and
+    items, of an array's items. Place 0 is where no array of unique items can follow.
     """
 
     is_unique: bool = False
+    is_free: bool = False
+    has_free_strings: bool = False
     keys: Mapping[bytes, int] = {}
     other: int = 0
     prefix: tuple[int, ...] = ()

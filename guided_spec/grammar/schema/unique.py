@@ -27,8 +27,13 @@ _MOST_PLACES = 4_096
 _OF_PLACE = 16  # steps
 _DEPTH = 12
 _ENOUGH = 10**6  # values: more are not told apart
-_COMBINED = ("allOf", "anyOf", "$ref")
 _ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
+_OF_STRINGS = frozenset({"pattern", "maxLength", "format"})
+_PARTED = frozenset({"anyOf", "$ref"})
+_SIDES = (
+    frozenset({"minimum", "exclusiveMinimum"}),
+    frozenset({"maximum", "exclusiveMaximum"}),
+)
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LONGEST_NUMBER = 12  # characters
 _LOOKS = re.compile(r"\(\?(?:[=!]|<[=!]|\()")  # at what comes next, or came before
@@ -81,17 +86,21 @@ class _Places:
             self._rules.append(self._rule(place))
 
     def rules(self) -> ItemRules:
-        """Of the places from which some array of unique items can be reached."""
-        kept = self._leading
-        number = {old: new for new, old in enumerate(sorted({0, *kept}), 1)}
+        """Of the places that lead to an array of unique items, or are inside of one."""
+        kept = {0, *self._leading}
+        for at in self._leading:
+            kept |= self._below(at) if self._rules[at].is_unique else set()
+        number = {old: new for new, old in enumerate(sorted(kept), 1)}
         number |= {old: 0 for old in range(len(self._rules)) if old not in number} | {-1: 0}
 
         def renumbered(rule: ItemRule) -> ItemRule:
             keys = {key: number[to] for key, to in rule.keys.items()}
             prefix = tuple(number[to] for to in rule.prefix)
-            return ItemRule(rule.is_unique, keys, number[rule.other], prefix, number[rule.items])
+            other, items = number[rule.other], number[rule.items]
+            return rule._replace(keys=keys, other=other, prefix=prefix, items=items)
 
-        return (ItemRule(), *(renumbered(self._rules[old]) for old in sorted({0, *kept})))
+        anything = ItemRule(is_free=True, has_free_strings=True)
+        return (anything, *(renumbered(self._rules[old]) for old in sorted(kept)))
 
     def entries(self) -> Iterator[Unenforced]:
         """Errors and notes; their pointers are of the lowered schema."""
@@ -209,7 +218,8 @@ class _Places:
         most = max((len(node.get("prefixItems", ())) for node in nodes), default=0)
         prefix = tuple(self._place([_of_index(node, at) for node in nodes]) for at in range(most))
         items = self._place([node["items"] for node in nodes if "items" in node])
-        return ItemRule(place.is_unique, keys, other, prefix, items)
+        free = _is_free(nodes), _has_free_strings(nodes)
+        return ItemRule(place.is_unique, *free, keys, other, prefix, items)
 
     def _asks(self, node: Any, depth: int) -> bool:
         """Whether an array has unique items wherever ``node`` holds, as far as that is seen."""
@@ -273,6 +283,36 @@ def _may_be_array(node: dict[str, Any]) -> bool:
     if values is not None:
         return any(isinstance(value, list) for value in values)
     return "array" in node.get("type", "array")
+
+
+def _has_free_strings(nodes: Sequence[dict[str, Any]]) -> bool:
+    """Whether a string that has begun can always go on to infinitely many."""
+    for node in nodes:
+        values = _listed(node)
+        if values is not None and any(isinstance(value, str) for value in values):
+            return False
+        if "string" in node.get("type", "string") and not _OF_STRINGS.isdisjoint(node):
+            return False
+    return True
+
+
+def _is_free(nodes: Sequence[dict[str, Any]]) -> bool:
+    """Whether there surely are infinitely many values."""
+    if any("allOf" in node or (node.keys() & _PARTED and len(node) > 1) for node in nodes):
+        return False
+    has_free_strings = _has_free_strings(nodes)
+    return any(_is_endless(node, has_free_strings=has_free_strings) for node in nodes)
+
+
+def _is_endless(node: dict[str, Any], *, has_free_strings: bool) -> bool:
+    if not node:
+        return True
+    types = node.get("type", ())
+    if "string" in types and has_free_strings:
+        return _listed(node) is None
+    has_low, has_high = (not bounds.isdisjoint(node) for bounds in _SIDES)
+    is_bounded = (has_low and has_high) or "multipleOf" in node
+    return ("integer" in types or "number" in types) and not is_bounded and _listed(node) is None
 
 
 def _is_joined(node: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from guided_spec.grammar.protocol import legal_row
 from guided_spec.grammar.text.row_filter import Probe
-from guided_spec.ops.mask_words import ids_of
+from guided_spec.ops.mask_words import set_bits
 
 State = TypeVar("State", bound=Hashable)
 
@@ -82,7 +82,7 @@ class Ahead(Generic[State]):
     def _look(self, state: State, seen: set[State], text: Probe, *, spaced: bool) -> _Ahead[State]:
         """What may follow, but for states in ``seen``; these are added to it."""
         near: list[tuple[int, State]] = []
-        for token in ids_of(legal_row(text, self._vocab_size)):
+        for token in set_bits(legal_row(text, self._vocab_size)):
             then = self._advance(state, token)
             if then is not None and not self._is_near(then):
                 return _Ahead(state, token, iter(near))

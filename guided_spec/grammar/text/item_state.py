@@ -139,16 +139,18 @@ def advance(rules: ItemRules, state: ItemState, data: bytes) -> ItemState | None
     return now
 
 
-def is_near(state: ItemState) -> bool:
-    """Whether what is being written, or comes next, may turn out to be forbidden."""
+def is_near(rules: ItemRules, state: ItemState) -> bool:
+    """Whether there may be no way on but to what is forbidden; False where there surely is one."""
     frame = state.frame
     if frame is None or not frame.is_read:
         return False
     match state.mode:
         case Mode.VALUE:
-            return bool(state.alike)
+            return bool(state.alike) and not rules[state.place].is_free
         case Mode.WORD:
             return is_long(state.text) or any(_may_be(state.text, one) for one in state.alike)
+        case Mode.STRING if rules[state.place].has_free_strings:
+            return False
         case Mode.STRING | Mode.KEY:
             return next(starting(state), None) is not None
         case Mode.COLON:

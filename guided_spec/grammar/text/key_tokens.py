@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.ops.mask_words import bits_of, row_of
+from guided_spec.ops.mask_words import bits_of, full_row, row_of
 
 _MOST_NEW = 64
 _QUOTE, _BACKSLASH = b'"\\'
@@ -204,8 +204,11 @@ class KeyTokens:
     loaded: tokens that may hold the ends of two keys of one object.
     texts: by their bytes, all tokens.
     special: tokens that hold a part of JSON's structure.
-    openers: by the rest, tokens of blanks, a quote and a rest without structure; as a row, too.
+    openers: by the rest, tokens of blanks, a quote and a rest without structure; the row has all
+    others.
     mixed: tokens that hold a quote and other structure. escaping: those that hold a backslash.
+    escaped: of these, by what they write, those without a quote. longest: bytes of what the longest
+    token writes.
     nested: tokens that may begin an array and end an item of it.
 
     All of it is made at once, where grammars are compiled: a row must not wait for it.
@@ -228,13 +231,17 @@ class KeyTokens:
             if found := _OPENER.fullmatch(self.data[token]):
                 self.openers.setdefault(found[1], []).append(token)
         every = [token for tokens in self.openers.values() for token in tokens]
-        self.openers_row = row_of(every, len(self.data))
+        self.no_openers_row = full_row(len(self.data)) & ~row_of(every, len(self.data))
         self.mixed = self._matching(_MIXED, self._quoted)
         nested = [t for t in sorted(self.special) if _may_end_item(self.data[t])]
         self.nested = np.array(nested, dtype=np.int64)
         commas = self._having(b",")
         both = np.intersect1d(self._quoted, commas)
         self.escaping = self._having(b"\\")
+        self.escaped: dict[bytes, list[int]] = {}
+        for token in np.setdiff1d(self.escaping, self._quoted).tolist():
+            self.escaped.setdefault(_decoded(self.data[token]), []).append(token)
+        self.longest = max(map(len, self.data), default=0)
         self._turning = {
             Mode.OUTSIDE: commas,
             Mode.BEFORE_KEY: self._quoted,

@@ -26,7 +26,7 @@ from guided_spec.grammar.text.item_state import (
 )
 from guided_spec.grammar.text.key_tokens import KeyTokens, legal
 from guided_spec.grammar.text.row_filter import Mark, Probe
-from guided_spec.ops.mask_words import ids_of, row_of
+from guided_spec.ops.mask_words import full_row, row_of, set_bits
 
 _IN_STRING = (Mode.STRING, Mode.KEY)
 
@@ -39,7 +39,7 @@ class UniqueItemsFilter:
 
     def __init__(self, tokens: KeyTokens, rules: ItemRules) -> None:
         self._tokens, self._rules = tokens, rules
-        self._ahead = Ahead(self._advance, is_near, len(tokens.data))
+        self._ahead = Ahead(self._advance, self._is_near, len(tokens.data))
 
     @property
     def wakes(self) -> frozenset[int]:
@@ -116,36 +116,45 @@ class UniqueItemsFilter:
         if not state.is_read:
             yield from legal(tokens.nested, row)
         elif state.mode in _IN_STRING:
-            yield from legal(tokens.mixed, row)
-            if state.escape:
-                yield from ids_of(row, len(tokens.data))
-            near = [*starting(state)]
-            if near:
-                yield from legal(tokens.escaping, row)
-            for one in near:
-                yield from self._spelling(one[len(state.text) :])
+            yield from self._in_string(state, row)
         else:
-            yield from ids_of(row & ~tokens.openers_row, len(tokens.data))
-            for one in _beginning(state):
-                for end in range(len(one) + 1):
-                    yield from tokens.openers.get(one[:end], ())
+            yield from set_bits(row & tokens.no_openers_row)
+            if not self._rules[state.place].has_free_strings:
+                for one in _beginning(state):
+                    for end in range(min(len(one), tokens.longest) + 1):
+                        yield from tokens.openers.get(one[:end], ())
 
-    def _spelling(self, rest: bytes) -> Iterator[int]:
-        """Tokens that write all of ``rest`` and a quote, or a part of it and nothing else."""
-        yield from self._tokens.closers.get(rest, ())
-        for end in range(1, len(rest) + 1):
-            yield from self._tokens.texts.get(rest[:end], ())
+    def _in_string(self, state: ItemState, row: NDArray[np.int32]) -> Iterator[int]:
+        """Of a string or key: tokens that complete it as one that is near, or write more of it."""
+        tokens = self._tokens
+        yield from legal(tokens.mixed, row)
+        near = {one[len(state.text) :] for one in starting(state)}
+        if near and state.is_pending:
+            yield from (
+                set_bits(row & full_row(len(tokens.data)))
+                if state.escape
+                else legal(tokens.escaping, row)
+            )
+        for rest in near:
+            yield from tokens.closers.get(rest, ())
+            is_free = state.mode is Mode.STRING and self._rules[state.place].has_free_strings
+            for end in () if is_free else range(min(len(rest), tokens.longest) + 1):
+                yield from tokens.texts.get(rest[:end], ())
+                yield from tokens.escaped.get(rest[:end], ())
 
     def _takes(self, state: ItemState, token_id: int, text: Probe) -> bool:
         """Whether a token that the grammar takes is legal."""
         then = self._advance(state, token_id)
-        if then is None or not is_near(then):
+        if then is None or not self._is_near(then):
             return then is not None
         if not text.accept_token(token_id):
             return True  # which is for the grammar to say
         goes_on = self._goes_on(then, text)
         text.rollback(1)
         return goes_on
+
+    def _is_near(self, state: ItemState) -> bool:
+        return is_near(self._rules, state)
 
     def _goes_on(self, state: ItemState, text: Probe) -> bool:
         """Whether the text can go on without any item that is there twice."""
