@@ -29,6 +29,7 @@ _DEPTH = 12
 _ENOUGH = 10**6  # values: more are not told apart
 _ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _OF_STRINGS = frozenset({"pattern", "maxLength", "format"})
+_COUNTS = frozenset({"minProperties", "maxProperties"})
 _PARTED = frozenset({"anyOf", "$ref"})
 _SIDES = (
     frozenset({"minimum", "exclusiveMinimum"}),
@@ -308,6 +309,11 @@ def _is_endless(node: dict[str, Any], *, has_free_strings: bool) -> bool:
     if not node:
         return True
     types = node.get("type", ())
+    if types == "object" and _COUNTS.isdisjoint(node) and _listed(node) is None:
+        listed = node.get("properties", {})
+        is_open = not listed and "patternProperties" not in node
+        is_open = is_open and node.get("additionalProperties", True) in (True, {})
+        return is_open or {"type": "string"} in listed.values()
     if "string" in types and has_free_strings:
         return _listed(node) is None
     has_low, has_high = (not bounds.isdisjoint(node) for bounds in _SIDES)

@@ -189,9 +189,10 @@ def ends_in_half(key: bytes) -> bool:
 _PIECE = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 _SPECIAL = re.compile(rb'["\\{}\[\],]')
 _OPENER = re.compile(rb'[ \t\r\n]*"([^"\\{}\[\],]*)')
+_CALM = re.compile(rb'[^"]*"[\s}]*(?:,\s*(?:"[^"]*)?|\][^"\[{]*)?', re.DOTALL)
 _MIXED = re.compile(rb'"[^"]*["{}\[\],:]|[{}\[\],:].*"', re.DOTALL)
 _EMPTY = re.compile(rb"\[[^\[\],]*\]")
-_NESTED = re.compile(rb"\[.*,", re.DOTALL)
+_NESTED = re.compile(rb'\[.*[\]}"\del]\s*,', re.DOTALL)
 CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
 """Modes in which tokens that are not ``special`` change nothing."""
 
@@ -206,7 +207,8 @@ class KeyTokens:
     special: tokens that hold a part of JSON's structure.
     openers: by the rest, tokens of blanks, a quote and a rest without structure; the row has all
     others.
-    mixed: tokens that hold a quote and other structure. escaping: those that hold a backslash.
+    mixed: tokens that hold a quote and other structure. dense: of these, those that may write all
+    of a value after the end of a string. escaping: those that hold a backslash.
     escaped: of these, by what they write, those without a quote. longest: bytes of what the longest
     token writes.
     nested: tokens that may begin an array and end an item of it.
@@ -233,6 +235,8 @@ class KeyTokens:
         every = [token for tokens in self.openers.values() for token in tokens]
         self.no_openers_row = full_row(len(self.data)) & ~row_of(every, len(self.data))
         self.mixed = self._matching(_MIXED, self._quoted)
+        dense = [token for token in self.mixed.tolist() if not _CALM.fullmatch(self.data[token])]
+        self.dense = np.array(dense, dtype=np.int64)
         nested = [t for t in sorted(self.special) if _may_end_item(self.data[t])]
         self.nested = np.array(nested, dtype=np.int64)
         commas = self._having(b",")
@@ -294,7 +298,7 @@ class KeyTokens:
 
 def _may_end_item(data: bytes) -> bool:
     """Whether a token may begin an array and write a comma in it."""
-    while b'"' not in data and (shorter := _EMPTY.sub(b"", data)) != data:
+    while b'"' not in data and (shorter := _EMPTY.sub(b"0", data)) != data:
         data = shorter
     return _NESTED.search(data) is not None
 

@@ -127,7 +127,7 @@ class UniqueItemsFilter:
     def _in_string(self, state: ItemState, row: NDArray[np.int32]) -> Iterator[int]:
         """Of a string or key: tokens that complete it as one that is near, or write more of it."""
         tokens = self._tokens
-        yield from legal(tokens.mixed, row)
+        yield from legal(tokens.dense if _is_calm(self._rules, state) else tokens.mixed, row)
         near = {one[len(state.text) :] for one in starting(state)}
         if near and state.is_pending:
             yield from (
@@ -169,6 +169,18 @@ def _sees_all(state: ItemState) -> bool:
 def _is_followed(state: ItemState) -> bool:
     """Whether an array of unique items may follow."""
     return state.place > 0 or (state.frame is not None and state.frame.place > 0)
+
+
+def _is_calm(rules: ItemRules, state: ItemState) -> bool:
+    """Whether a string may end, and another value begin, without any look ahead."""
+    frame, place = state.frame, state.place
+    if state.mode is Mode.KEY or not rules[place].has_free_strings:
+        return False
+    while frame is not None and frame.is_read:
+        if frame.alike or (frame.is_unique and not rules[place].is_free):
+            return False
+        frame, place = frame.around, frame.place
+    return True
 
 
 def _beginning(state: ItemState) -> Iterator[bytes]:
