@@ -179,7 +179,7 @@ def _is_calm(rules: ItemRules, state: ItemState) -> bool:
     while frame is not None and frame.is_read:
         if frame.alike or (frame.is_unique and not rules[place].is_free):
             return False
-        frame, place = frame.around, frame.place
+        place, frame = frame.place, frame.around
     return True
 
 
