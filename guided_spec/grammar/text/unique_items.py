@@ -66,7 +66,7 @@ class UniqueItemsFilter:
         """Clear the tokens after which an item is there twice, or none is left."""
         state, is_less = mark.state, False
         bits = row.view(np.uint32)
-        for token in dict.fromkeys(self._suspects(state, row)):
+        for token in sorted(set(self._suspects(state, row))):
             word, bit = token >> 5, np.uint32(1 << (token & 31))
             if bits[word] & bit and not self._takes(state, token, text):
                 bits[word] &= ~bit
