@@ -180,7 +180,7 @@ class _Places:
         spend(_OF_PLACE + len(nodes))
         if not nodes:
             return -1
-        key = frozenset(map(id, nodes))
+        key = frozenset(map(id, plain))
         if key not in self._known:
             if len(self._places) >= _MOST_PLACES:
                 self._is_full = True
@@ -219,8 +219,10 @@ class _Places:
         most = max((len(node.get("prefixItems", ())) for node in nodes), default=0)
         prefix = tuple(self._place([_of_index(node, at) for node in nodes]) for at in range(most))
         items = self._place([node["items"] for node in nodes if "items" in node])
-        free = _is_free(nodes), _has_free_strings(nodes)
-        return ItemRule(place.is_unique, *free, keys, other, prefix, items)
+        # A text may be in any of the branches that lead here: each has to be free.
+        is_free = all(_is_free(self._closure([base])) for base in place.bases)
+        free_strings = _has_free_strings(nodes)
+        return ItemRule(place.is_unique, is_free, free_strings, keys, other, prefix, items)
 
     def _asks(self, node: Any, depth: int) -> bool:
         """Whether an array has unique items wherever ``node`` holds, as far as that is seen."""

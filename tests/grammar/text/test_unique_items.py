@@ -478,6 +478,14 @@ def test_alternatives_of_one_place_share_what_one_asks_for() -> None:
     assert not lower({"anyOf": [unique(INTEGER), STRING]}).entries
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_branch_that_has_run_out_is_not_free_for_another_one_s_sake(name: str) -> None:
+    branches = [unique(STRING, minItems=1), {"type": "array", "items": {"enum": [True]}}]
+    matcher = compiled(name, {"anyOf": branches}).new_matcher()
+    assert all(map(matcher.accept_token, b"[true"))
+    assert {VOCABULARY.token_bytes[token] for token in legal(matcher)} == {b"]"}
+
+
 def test_too_few_values_leave_no_array() -> None:
     with pytest.raises(GrammarCompileError, match="no value"):
         compiled("auto", unique({"enum": WORDS}, minItems=7))
