@@ -11,11 +11,11 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "cli": 1_570,
+    "cli": 1_575,  # 5 more: what of a schema is refused in tags
     "engine": 5_950,
     "evaluate": 1_020,
-    "grammar": 15_300,  # 300 more: GBNF, anchors in alternatives, misspelt keywords, docstrings
-    "integrations": 8_180,
+    "grammar": 16_540,  # 1,240 more: arrays of unique items, by a filter
+    "integrations": 8_190,  # 10 more: what a filter would enforce is refused inside vLLM
     "masks": 1_750,
     "models": 10_460,
     "ops": 7_520,

@@ -23,6 +23,7 @@ from guided_spec.grammar.schema.lowered import Unenforced, close_objects
 from guided_spec.grammar.schema.misspelt import misspelt
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import find_unenforced
+from guided_spec.grammar.schema.unique import has_unique_items
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
 from guided_spec.grammar.text.unique_keys import NotedGrammar
@@ -136,8 +137,12 @@ def _findings(
 
 
 def _about_tags(schema: Any) -> list[Unenforced]:
-    """A note if unlisted keys may repeat: tags around the JSON prevent the check of unique keys."""
-    if not free_keys(examine_schema(lower_checked(schema)).schema).are_there:
-        return []
-    reason = "as part of a tool or tag, a key that is not listed may be written twice"
-    return [Unenforced("", "additionalProperties", reason, "list the keys there", "note")]
+    """Notes if unlisted keys may repeat, or items must not: filters see no tags around the JSON."""
+    lowered, found = lower_checked(schema), []
+    if free_keys(examine_schema(lowered).schema).are_there:
+        reason = "as part of a tool or tag, a key that is not listed may be written twice"
+        found.append(Unenforced("", "additionalProperties", reason, "list the keys there", "note"))
+    if has_unique_items(lowered.schema):
+        reason, fix = "as part of a tool or tag, it is refused over many values", "list few values"
+        found.append(Unenforced("", "uniqueItems", reason, fix, "note"))
+    return found

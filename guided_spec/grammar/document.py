@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.demand import Demand
@@ -262,12 +262,16 @@ class SpecDocument:
 
     demand: the waiters for its grammar; None for a caller that always waits. is_dear: whether
     preparing it took more steps than this process may spend on it. num_steps: how many it took.
+    is_filtered: whether filters enforce what a grammar cannot, such as ``uniqueItems``.
 
     Each stage is computed on first use. Used by one thread.
     """
 
-    def __init__(self, spec: GrammarSpec, demand: Demand | None = None) -> None:
+    def __init__(
+        self, spec: GrammarSpec, demand: Demand | None = None, *, is_filtered: bool = True
+    ) -> None:
         self.spec = spec
+        self.is_filtered = is_filtered
         self.demand = demand
         self.is_dear = False
         self.num_steps = 0
@@ -309,7 +313,8 @@ class SpecDocument:
         """
         if self.spec.kind == "json_object":
             return Lowered(_ANY_OBJECT, ())
-        return lower_checked(self.value, self.spec.additional_properties)
+        additional = self.spec.additional_properties
+        return lower_checked(self.value, additional, filtered=self.is_filtered)
 
     @cached_property
     def examined(self) -> Lowered:
@@ -376,6 +381,8 @@ def as_document_compiler(backend: GrammarBackend) -> DocumentCompiler[CompiledGr
 class DocumentBackend(DocumentCompiler[Compiled]):
     """A backend of this package: ``unsupported`` decides about what it cannot enforce."""
 
+    is_filtered: ClassVar[bool] = True  # see ``SpecDocument``; in structural tags nothing is
+
     def compile_document(self, document: SpecDocument) -> Compiled:
         """As ``compile``.
 
@@ -394,18 +401,19 @@ class DocumentBackend(DocumentCompiler[Compiled]):
             if spec.unsupported == "error":
                 raise
         dropped: list[Unenforced] = []
+        is_schema = spec.kind == "json_schema"
+        filtered = is_schema and self.is_filtered
 
         def change(schema: Any) -> Any:
             if spec.unsupported == "rewrite":
-                return narrow(schema)
-            loosened = loosen(schema)
+                return narrow(schema, filtered=filtered)
+            loosened = loosen(schema, filtered=filtered)
             dropped.extend(loosened.entries)
             return loosened.schema
 
-        is_schema = spec.kind == "json_schema"
         changed = change(document.value) if is_schema else _in_tag(document.value, change)
         strict = replace(spec, source=json.dumps(changed, ensure_ascii=False), unsupported="error")
-        compiled = self.enforce(SpecDocument(strict))
+        compiled = self.enforce(SpecDocument(strict, is_filtered=self.is_filtered))
         if dropped:
             lines = [
                 f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped
@@ -419,25 +427,25 @@ class DocumentBackend(DocumentCompiler[Compiled]):
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
 
 
-def narrow(schema: Any) -> Any:
+def narrow(schema: Any, *, filtered: bool = True) -> Any:
     """A schema that admits less instead of what cannot be enforced, however little is left.
 
-    An array of unique items gets one at most, a branch that cannot be distinguished from another is
-    dropped. Raises UnsupportedSchemaError where nothing of the kind helps.
+    A branch that cannot be distinguished from another is dropped, and without filters an array of
+    unique items gets one at most. Raises UnsupportedSchemaError where nothing of the kind helps.
     """
-    lowered = lower(schema, harder=True)
+    lowered = lower(schema, harder=True, filtered=filtered)
     if lowered.errors:
         raise UnsupportedSchemaError(describe(lowered.errors))
     return lowered.schema
 
 
-def loosen(schema: Any) -> Lowered:
+def loosen(schema: Any, *, filtered: bool = True) -> Lowered:
     """A schema without the keywords that xgrammar cannot enforce, and these: it admits more."""
-    lowered = lower(schema)
+    lowered = lower(schema, filtered=filtered)
     dropped = lowered.errors
     loose = copy.deepcopy(lowered.schema)
     for _ in range(_ROUNDS):
-        errors = normalize(lower(loose)).errors
+        errors = normalize(lower(loose, filtered=filtered)).errors
         if not errors:
             break
         for entry in errors:

@@ -8,8 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.schema.lowered import find
-from guided_spec.grammar.schema.rewrite import find_unenforced
 
 _TAKES = """pass a GrammarSpec, a type (a pydantic model, dataclass, TypedDict, Enum, Literal, \
 list[...] or union), a compiled regex, or a JSON schema as a dict"""
@@ -42,8 +40,7 @@ def parse_partial(text: str) -> Any:
 def schema_of(value_type: Any) -> dict[str, Any]:
     """The JSON schema of a type, by pydantic.
 
-    A set is written as an array in which an item may stand twice, where a grammar cannot forbid
-    that: the value is the same set. Raises ConfigError for what is no type that pydantic knows.
+    A set is an array of unique items. Raises ConfigError for what is no type that pydantic knows.
     """
     from pydantic import PydanticSchemaGenerationError, PydanticUserError
 
@@ -52,9 +49,6 @@ def schema_of(value_type: Any) -> dict[str, Any]:
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ConfigError("grammar", value_type, f"{reason}; {_TAKES}") from error
-    for entry in find_unenforced(schema):
-        if entry.keyword == "uniqueItems" and entry.level == "error":
-            _repeat_items(schema, entry.pointer)
     return schema
 
 
@@ -72,13 +66,3 @@ def _adapter(value_type: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(value_type)
-
-
-def _repeat_items(schema: dict[str, Any], pointer: str) -> None:
-    """Allow repeated items where fewer than two are asked for: less remains, never too little."""
-    try:
-        node = find(schema, pointer)
-    except LookupError:
-        return
-    if isinstance(node, dict) and node.get("minItems", 0) < 2:
-        del node["uniqueItems"]

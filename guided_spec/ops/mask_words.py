@@ -5,7 +5,7 @@ Grammars are compiled where torch is not loaded: this needs none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 BITS = 32
 """Of a word."""
+_WORDS_AT_ONCE = 16
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -60,6 +61,16 @@ def ids_of(row: NDArray[np.int32], vocab_size: int | None = None) -> list[int]:
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")
     ids: list[int] = np.flatnonzero(bits[:vocab_size]).tolist()
     return ids
+
+
+def set_bits(row: NDArray[np.int32]) -> Iterator[int]:
+    """Yield the tokens whose bits are set, ascending; little is read for the first ones."""
+    words = np.flatnonzero(row)
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        some = words[start : start + _WORDS_AT_ONCE]
+        bits = np.unpackbits(row[some].view(np.uint8), bitorder="little").reshape(-1, 32)
+        at, bit = np.nonzero(bits)
+        yield from (some[at] * 32 + bit).tolist()
 
 
 def first_tokens(row: NDArray[np.int32], count: int) -> list[int]:

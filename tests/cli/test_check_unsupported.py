@@ -10,7 +10,13 @@ from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 
-SCHEMA = {"type": "array", "uniqueItems": True}
+SCHEMA = {
+    "oneOf": [
+        {"type": "string", "pattern": "a"},
+        {"const": "b"},
+        {"type": "string", "minLength": 3},
+    ]
+}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ def test_each_mode(
     report = json.loads(result.stdout)
     assert (report["compiles"], report["validates"]) == (compiles, validates)
     assert result.exit_code == (0 if compiles else 1)
-    assert "uniqueItems" in [finding["keyword"] for finding in report["findings"]]
+    assert "oneOf" in [finding["keyword"] for finding in report["findings"]]
     assert says in CliRunner().invoke(app, arguments).stdout
 
 

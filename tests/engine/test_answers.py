@@ -28,7 +28,7 @@ from tests.engine.conftest import Spy
 from tests.tiny_llm import make_llm
 
 SHORT = SamplingParams(max_tokens=8)
-REFUSED = SamplingParams(grammar={"type": "array", "uniqueItems": True})
+REFUSED = SamplingParams(grammar={"not": {"multipleOf": 2}})
 
 
 class Cat(pydantic.BaseModel):

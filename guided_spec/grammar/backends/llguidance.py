@@ -41,6 +41,7 @@ from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.text.parts import TextParts
@@ -98,7 +99,8 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
             grammar = self._in_any_order(spec, prepared, grammar)
         if not spec.is_json:
             return grammar
-        return with_unique_keys(grammar, prepared, self.vocabulary)
+        items = item_rules(document.lowered.schema)
+        return with_unique_keys(grammar, prepared, self.vocabulary, items)
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
@@ -106,7 +108,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         grammar = self._grammar(texts.main, texts.style, texts.pattern)
         _require_compiled(spec, grammar)
         grammar = replace(grammar, notes=texts.notes)
-        return with_key_rules(grammar, recipe.keys, self.vocabulary)
+        return with_key_rules(grammar, recipe.keys, self.vocabulary, recipe.items)
 
     def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
         source = LLGuidanceSource(

@@ -23,6 +23,7 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
+from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
@@ -108,7 +109,9 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         require_first_token(grammar, self.vocabulary.vocab_size, spec.kind)
         if not spec.is_json:
             return grammar
-        return with_unique_keys(grammar, require_enforced(document.examined), self.vocabulary)
+        prepared = require_enforced(document.examined)
+        items = item_rules(document.lowered.schema)
+        return with_unique_keys(grammar, prepared, self.vocabulary, items)
 
     def _compile_any(self, document: SpecDocument) -> XGrammarGrammar:
         if document.spec.kind == "structural_tag":
@@ -153,7 +156,8 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[XGrammarGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
         del spec
-        return with_key_rules(self._build(recipe.source), recipe.keys, self.vocabulary)
+        built = self._build(recipe.source)
+        return with_key_rules(built, recipe.keys, self.vocabulary, recipe.items)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
         """Compilers that know the tokens ``named``: xgrammar admits none without bytes.

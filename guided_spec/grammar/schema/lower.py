@@ -9,6 +9,7 @@ values, a note says so; where a keyword has no such spelling, an error does.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.dialect import spell
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema.unique import judge_unique_items
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 from guided_spec.grammar.steps import spend
 
@@ -27,6 +29,7 @@ _CAUSES = frozenset(
     | {"minProperties", "maxProperties", "uniqueItems"}
 )
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_FEW = 4  # values, of which a grammar lists all arrays
 _PLACES = 4  # where the first item that is asked for may stand
 _MOST_SUBSETS = 70
 _DEPTH = 16
@@ -281,13 +284,16 @@ def _too_many(lowering: Lowering, keyword: str, at: At) -> list[Any]:
 
 
 def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    """``uniqueItems``: every array of few different values."""
+    """``uniqueItems``, for a filter to enforce; every array of very few different values."""
     low, high = int(words.get("minItems", 0)), words.get("maxItems", math.inf)
     if words["uniqueItems"] is not True or "array" not in at.types or high <= 1:
         return []
-    items = words.get("items", True)
-    values = _finite(lowering, items)
-    if values is not None and "prefixItems" not in words:
+    values = None if "prefixItems" in words else _finite(lowering, words.get("items", True))
+    if values is not None and len(values) < low:
+        return [_none_of("array", at)]
+    if lowering.filtered and (values is None or len(values) > _FEW):
+        return [{"uniqueItems": True}]
+    if values is not None:
         longest = int(min(high, len(values)))
         arrays = unique_arrays(values, low, longest)
         reached = len(arrays[-1]) if arrays else -1
@@ -302,7 +308,7 @@ def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
         lowering.report.note(at.pointer, "uniqueItems", reason, "set maxItems to 1")
         return [{"maxItems": 1}]
     reason = "whether items repeat is beyond a grammar, unless few values are allowed"
-    fix = "list the values of items with enum (up to 20), set maxItems to 1, or check afterwards"
+    fix = "list the values of items with enum (up to 20), or set maxItems to 1"
     lowering.report.error(at.pointer, "uniqueItems", reason, fix)
     return []
 
@@ -320,7 +326,8 @@ def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
         values = [False, True]
     if values is None or any(isinstance(value, dict | list | float) for value in values):
         return None
-    return [value for value in values if lowering.disjoint.is_valid(value, schema)]
+    kept = {json.dumps(v): v for v in values if lowering.disjoint.is_valid(v, schema)}
+    return [*kept.values()]
 
 
 class _Keys(NamedTuple):
@@ -434,19 +441,25 @@ _APPLICATORS: dict[str, Applicator] = {
 
 
 def lower(
-    schema: Any, *, harder: bool = False, additional: AdditionalProperties = "schema"
+    schema: Any,
+    *,
+    harder: bool = False,
+    filtered: bool = True,
+    additional: AdditionalProperties = "schema",
 ) -> Lowered:
     """``schema``, which must be valid under its metaschema, in fewer keywords.
 
     harder: admits less, however little is left, where there would be an error otherwise.
+    filtered: leaves ``uniqueItems`` to the filter of ``text.unique_items``, where that can.
     additional: "closed" closes objects, see ``closed``.
     """
     lowered = Lowered(schema, ())
     if needs_lowering(schema):
-        lowered = Lowering(schema, _APPLICATORS, harder=harder).run()
+        lowered = Lowering(schema, _APPLICATORS, harder=harder, filtered=filtered).run()
     if additional == "closed":
-        return lowered._replace(schema=close_objects(lowered.schema).schema)
-    return lowered
+        lowered = lowered._replace(schema=close_objects(lowered.schema).schema)
+    found = judge_unique_items(lowered.schema) if filtered else []
+    return lowered._replace(entries=(*lowered.entries, *found)) if found else lowered
 
 
 def needs_lowering(schema: Any) -> bool:

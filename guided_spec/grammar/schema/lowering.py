@@ -82,13 +82,19 @@ Applicator = Callable[["Lowering", Any, dict[str, Any], At], list[Any]]
 class Lowering:
     """One pass over one document.
 
-    applicators: how each keyword that applies schemas is lowered. harder: see ``lower.lower``.
+    applicators: how each keyword that applies schemas is lowered. harder, filtered: see
+    ``lower.lower``.
     """
 
     def __init__(
-        self, root: Any, applicators: Mapping[str, Applicator], *, harder: bool = False
+        self,
+        root: Any,
+        applicators: Mapping[str, Applicator],
+        *,
+        harder: bool = False,
+        filtered: bool = False,
     ) -> None:
-        self.harder = harder
+        self.harder, self.filtered = harder, filtered
         self._applicators = applicators
         self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
         self.document = Document(root)

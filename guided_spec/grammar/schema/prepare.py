@@ -111,16 +111,18 @@ def _compiles(pattern: str) -> bool:
 
 
 def prepare_schema(schema: Any, additional: AdditionalProperties = "closed") -> Any:
-    """The schema as xgrammar enforces it; not to be changed.
+    """The schema as xgrammar enforces it without filters; not to be changed.
 
     additional: see ``GrammarSpec``. Raises GrammarCompileError where it is broken,
     UnsupportedSchemaError where some of it would go unenforced, and UnsatisfiableGrammarError where
     no value is valid.
     """
-    return require_enforced(examine_schema(lower_checked(schema, additional)))
+    return require_enforced(examine_schema(lower_checked(schema, additional, filtered=False)))
 
 
-def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> Lowered:
+def lower_checked(
+    schema: Any, additional: AdditionalProperties = "closed", *, filtered: bool = True
+) -> Lowered:
     """The schema in fewer keywords, see ``lower``; not to be changed.
 
     Logs keywords that look misspelt. Raises GrammarCompileError where it is broken.
@@ -132,7 +134,7 @@ def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> L
         for entry in misspelt(schema):
             where = entry.pointer or "/"
             _LOG.warning("JSON schema: %s: %r: %s", where, entry.keyword, entry.reason)
-        lowered = lower(schema, additional=additional)
+        lowered = lower(schema, filtered=filtered, additional=additional)
         return lowered._replace(entries=(*lowered.entries, *_crowded(lowered.schema)))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.ops.mask_words import bits_of
+from guided_spec.ops.mask_words import bits_of, full_row, row_of
 
 _MOST_NEW = 64
 _QUOTE, _BACKSLASH = b'"\\'
@@ -85,7 +85,7 @@ class KeyState(NamedTuple):
     @property
     def is_pending(self) -> bool:
         """Whether the key's last character can still change."""
-        return bool(self.escape) or _ends_in_half(self.key)
+        return bool(self.escape) or ends_in_half(self.key)
 
 
 START = KeyState()
@@ -176,18 +176,23 @@ def _with_unit(key: bytes, digits: bytes) -> bytes:
         code = int(digits, 16)
     except ValueError:  # no JSON
         return key
-    if 0xDC00 <= code <= 0xDFFF and _ends_in_half(key):
+    if 0xDC00 <= code <= 0xDFFF and ends_in_half(key):
         high = ord(key[-3:].decode("utf-8", "surrogatepass"))
         key, code = key[:-3], 0x10000 + ((high - 0xD800) << 10) + code - 0xDC00
     return key + chr(code).encode("utf-8", "surrogatepass")
 
 
-def _ends_in_half(key: bytes) -> bool:
+def ends_in_half(key: bytes) -> bool:
     return len(key) >= 3 and key[-3] == 0xED and 0xA0 <= key[-2] <= 0xAF
 
 
 _PIECE = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 _SPECIAL = re.compile(rb'["\\{}\[\],]')
+_OPENER = re.compile(rb'[ \t\r\n]*"([^"\\{}\[\],]*)')
+_CALM = re.compile(rb'[^"]*"[\s}]*(?:,\s*(?:"[^"]*)?|\][^"\[{]*)?', re.DOTALL)
+_MIXED = re.compile(rb'"[^"]*["{}\[\],:]|[{}\[\],:].*"', re.DOTALL)
+_EMPTY = re.compile(rb"\[[^\[\],]*\]")
+_NESTED = re.compile(rb'\[.*[\]}"\del]\s*,', re.DOTALL)
 CHANGELESS = (Mode.OUTSIDE, Mode.BEFORE_KEY, Mode.STRING)
 """Modes in which tokens that are not ``special`` change nothing."""
 
@@ -200,6 +205,13 @@ class KeyTokens:
     loaded: tokens that may hold the ends of two keys of one object.
     texts: by their bytes, all tokens.
     special: tokens that hold a part of JSON's structure.
+    openers: by the rest, tokens of blanks, a quote and a rest without structure; the row has all
+    others.
+    mixed: tokens that hold a quote and other structure. dense: of these, those that may write all
+    of a value after the end of a string. escaping: those that hold a backslash.
+    escaped: of these, by what they write, those without a quote. longest: bytes of what the longest
+    token writes.
+    nested: tokens that may begin an array and end an item of it.
 
     All of it is made at once, where grammars are compiled: a row must not wait for it.
     """
@@ -216,12 +228,28 @@ class KeyTokens:
         self._quoted = self._having(b'"')
         for token in self._quoted.tolist():
             self._add(token, self.data[token])
+        self.openers: dict[bytes, list[int]] = {}
+        for token in self._quoted.tolist():
+            if found := _OPENER.fullmatch(self.data[token]):
+                self.openers.setdefault(found[1], []).append(token)
+        every = [token for tokens in self.openers.values() for token in tokens]
+        self.no_openers_row = full_row(len(self.data)) & ~row_of(every, len(self.data))
+        self.mixed = self._matching(_MIXED, self._quoted)
+        dense = [token for token in self.mixed.tolist() if not _CALM.fullmatch(self.data[token])]
+        self.dense = np.array(dense, dtype=np.int64)
+        nested = [t for t in sorted(self.special) if _may_end_item(self.data[t])]
+        self.nested = np.array(nested, dtype=np.int64)
         commas = self._having(b",")
         both = np.intersect1d(self._quoted, commas)
+        self.escaping = self._having(b"\\")
+        self.escaped: dict[bytes, list[int]] = {}
+        for token in np.setdiff1d(self.escaping, self._quoted).tolist():
+            self.escaped.setdefault(_decoded(self.data[token]), []).append(token)
+        self.longest = max(map(len, self.data), default=0)
         self._turning = {
             Mode.OUTSIDE: commas,
             Mode.BEFORE_KEY: self._quoted,
-            Mode.KEY: np.union1d(both, self._having(b"\\")),
+            Mode.KEY: np.union1d(both, self.escaping),
             Mode.STRING: both,
             Mode.ESCAPE: both,
         }
@@ -243,14 +271,14 @@ class KeyTokens:
 
     def quoted(self, row: NDArray[np.int32]) -> list[int]:
         """Those that hold a quote and are legal in a mask row, int32 [W]."""
-        return _legal(self._quoted, row)
+        return legal(self._quoted, row)
 
     def turning(self, mode: Mode, row: NDArray[np.int32]) -> list[int]:
         """Those that may lead from ``mode`` to a state before a key or in one, and are legal.
 
         From a key to one further on, only those with a backslash are among them.
         """
-        return _legal(self._turning[mode], row)
+        return legal(self._turning[mode], row)
 
     def advance(self, state: KeyState, token_id: int) -> KeyState | None:
         """``advance`` by the bytes of one token."""
@@ -259,14 +287,26 @@ class KeyTokens:
             return state
         return advance(state, data, self.whole) if data else state
 
+    def _matching(self, form: re.Pattern[bytes], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = (token for token in tokens.tolist() if form.search(self.data[token]))
+        return np.fromiter(found, dtype=np.int64)
+
     def _having(self, part: bytes) -> NDArray[np.int64]:
         found = (token for token, data in enumerate(self.data) if part in data)
         return np.fromiter(found, dtype=np.int64)
 
 
-def _legal(token_ids: NDArray[np.int64], row: NDArray[np.int32]) -> list[int]:
-    legal: list[int] = token_ids[bits_of(row, token_ids)].tolist()
-    return legal
+def _may_end_item(data: bytes) -> bool:
+    """Whether a token may begin an array and write a comma in it."""
+    while b'"' not in data and (shorter := _EMPTY.sub(b"0", data)) != data:
+        data = shorter
+    return _NESTED.search(data) is not None
+
+
+def legal(token_ids: NDArray[np.int64], row: NDArray[np.int32]) -> list[int]:
+    """Those whose bits are set in a mask row, int32 [W]."""
+    found: list[int] = token_ids[bits_of(row, token_ids)].tolist()
+    return found
 
 
 def _pieces(data: bytes) -> list[bytes]:

@@ -17,10 +17,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.protocol import CompiledGrammar, legal_row
-from guided_spec.grammar.recipe import KeyRules, Recipe, RecipeGrammar
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.recipe import ItemRules, KeyRules, Recipe, RecipeGrammar
 from guided_spec.grammar.schema.keys import free_keys, required_keys
 from guided_spec.grammar.schema.lowered import Unenforced
+from guided_spec.grammar.text.ahead import Ahead
 from guided_spec.grammar.text.key_tokens import (
     CHANGELESS,
     START,
@@ -30,19 +31,13 @@ from guided_spec.grammar.text.key_tokens import (
     Mode,
 )
 from guided_spec.grammar.text.parts import TextParts, new_parts
-from guided_spec.grammar.text.row_filter import Mark, Probe
+from guided_spec.grammar.text.row_filter import LookaheadFilter, Mark, Probe
 from guided_spec.grammar.text.state import WrappedGrammar
+from guided_spec.grammar.text.unique_items import UniqueItemsFilter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, row_of
 
 _JUDGED = 4  # long ways of one state that are remembered
-
-
-class _Ahead(NamedTuple):
-    """away: a token that makes a key unlike all that are there. near: others, with their states."""
-
-    away: int | None
-    near: Iterator[tuple[int, KeyState]]
 
 
 @runtime_checkable
@@ -63,27 +58,43 @@ BackendGrammar = TypeVar("BackendGrammar", bound=NotedGrammar)
 class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
-    inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
-    notes: those of the inner grammar. required: keys that some object must have.
+    Where ``items`` says so, it has none either that write an item twice.
+
+    inner: of the backend ``backend``. tokens: of the vocabulary. keys: None where the inner grammar
+    keeps them unique. notes: those of the inner grammar.
     """
 
     inner: BackendGrammar
     tokens: KeyTokens
     backend: str
-    run_out: bool = True
+    keys: KeyRules | None = None
+    items: ItemRules | None = None
     notes: tuple[Unenforced, ...] = ()
-    required: tuple[str, ...] = ()
+
+    @property
+    def run_out(self) -> bool:
+        """Whether keys may run out, see ``FreeKeys``."""
+        return self.keys is not None and self.keys.run_out
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Keys that some object must have, where keys are free."""
+        return () if self.keys is None else self.keys.required
 
     def recipe(self) -> Recipe | None:
-        """The recipe of the inner grammar, with the rules for its keys; None if it has none."""
+        """The recipe of the inner grammar, with what is unique; None if it has none."""
         inner = self.inner.recipe() if isinstance(self.inner, RecipeGrammar) else None
-        return None if inner is None else inner._replace(keys=KeyRules(self.run_out, self.required))
+        return None if inner is None else inner._replace(keys=self.keys, items=self.items)
 
     def new_parts(self) -> TextParts:
-        """Those of the inner grammar, and a filter."""
-        inner = new_parts(self.inner)
-        own, size = UniqueKeysFilter(self.tokens, run_out=self.run_out), len(self.tokens.data)
-        return inner._replace(filters=(*inner.filters, own), vocab_size=size)
+        """Those of the inner grammar, and filters."""
+        inner, size = new_parts(self.inner), len(self.tokens.data)
+        filters = list[LookaheadFilter](inner.filters)
+        if self.keys is not None:
+            filters.append(UniqueKeysFilter(self.tokens, run_out=self.run_out))
+        if self.items is not None:  # last: what it looks for has to be legal for the others
+            filters.append(UniqueItemsFilter(self.tokens, self.items))
+        return inner._replace(filters=tuple(filters), vocab_size=size)
 
 
 MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
@@ -91,27 +102,31 @@ MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
 
 
 def with_unique_keys(
-    grammar: BackendGrammar, prepared: Any, vocabulary: Vocabulary
+    grammar: BackendGrammar,
+    prepared: Any,
+    vocabulary: Vocabulary,
+    items: ItemRules | None = None,
 ) -> MaybeUnique[BackendGrammar]:
-    """``grammar``, of a prepared schema, without the texts that write a key twice.
+    """``grammar``, of a prepared schema, without the texts that write a key or an item twice.
 
-    As it is where the grammar itself has none. vocabulary: the grammar's.
+    As it is where there are none. vocabulary: the grammar's. items: those that have to be unique.
     """
     keys = free_keys(prepared)
-    if not keys.are_there:
-        return grammar
-    return with_key_rules(grammar, KeyRules(keys.run_out, required_keys(prepared)), vocabulary)
+    rules = KeyRules(keys.run_out, required_keys(prepared)) if keys.are_there else None
+    return with_key_rules(grammar, rules, vocabulary, items)
 
 
 def with_key_rules(
-    grammar: BackendGrammar, keys: KeyRules | None, vocabulary: Vocabulary
+    grammar: BackendGrammar,
+    keys: KeyRules | None,
+    vocabulary: Vocabulary,
+    items: ItemRules | None = None,
 ) -> MaybeUnique[BackendGrammar]:
-    """``grammar`` without the texts that write a key twice; as it is where ``keys`` is None."""
-    if keys is None:
+    """``grammar`` without the texts that write a key or an item twice; as it is without rules."""
+    if keys is None and items is None:
         return grammar
-    run_out, required = keys
     return UniqueKeysGrammar(
-        grammar, vocabulary.key_tokens, grammar.backend, run_out, grammar.notes, required
+        grammar, vocabulary.key_tokens, grammar.backend, keys, items, grammar.notes
     )
 
 
@@ -133,7 +148,7 @@ class UniqueKeysFilter:
 
     def __init__(self, tokens: KeyTokens, *, run_out: bool) -> None:
         self._tokens, self._run_out = tokens, run_out
-        self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
+        self._ahead = Ahead(tokens.advance, _is_near, len(tokens.data))
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
     @property
@@ -266,52 +281,7 @@ class UniqueKeysFilter:
 
     def _goes_on(self, state: KeyState, text: Probe) -> bool:
         """Whether a key is left that the object does not have. ``text`` stands in ``state``."""
-        if not self._run_out or not _is_near(state):
-            return True
-        if self._leads_away(state, self._ways.get(state.mode, ()), text):
-            return True
-        way, seen = list[int](), {state}
-        waiting = [self._look(state, seen, text, spaced=False)]
-        while waiting and waiting[-1].away is None:
-            option = next(waiting[-1].near, None)
-            if option is None:
-                waiting.pop()
-                text.rollback(len(way[-1:]))
-                del way[-1:]
-            elif text.accept_token(option[0]):
-                way.append(option[0])
-                waiting.append(self._look(option[1], seen, text, spaced=option[1] is state))
-        text.rollback(len(way))
-        if waiting:
-            self._ways[state.mode] = (*way, waiting[-1].away or 0)
-        return bool(waiting)
-
-    def _leads_away(self, state: KeyState, way: tuple[int, ...], text: Probe) -> bool:
-        """Whether these tokens begin or complete a key that is not there yet."""
-        count, is_near = 0, True
-        for token in way:
-            then = self._tokens.advance(state, token)
-            if then is None or not text.accept_token(token):
-                break
-            count, state, is_near = count + 1, then, _is_near(then)
-        text.rollback(count)
-        return not is_near
-
-    def _look(self, state: KeyState, seen: set[KeyState], text: Probe, *, spaced: bool) -> _Ahead:
-        """What may follow, but for states in ``seen``; these are added to it."""
-        row = legal_row(text, len(self._tokens.data))
-        near: list[tuple[int, KeyState]] = []
-        for token in ids_of(row):
-            then = self._tokens.advance(state, token)
-            if then is not None and not _is_near(then):
-                return _Ahead(token, iter(near))
-            if then is not None and then not in seen:
-                seen.add(then)
-                near.append((token, then))
-            elif then is state and not spaced:  # one space
-                spaced = True
-                near.append((token, then))
-        return _Ahead(None, iter(near))
+        return not self._run_out or self._ahead.goes_on(state, state.mode, text)
 
 
 def _is_near(state: KeyState, *, in_key: bool = False) -> bool:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import xgrammar
 
@@ -160,7 +160,11 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
     """Rewrites grammars as the backend of this package does, and compiles them as vLLM does.
 
     grammars: vLLM's. vocabulary: of the texts. markers: for specs that bind after one.
+
+    vLLM fills its masks itself: what a filter would have to enforce is refused.
     """
+
+    is_filtered: ClassVar[bool] = False
 
     def __init__(self, grammars: VllmGrammars, vocabulary: Vocabulary, markers: Markers) -> None:
         self.vocabulary = vocabulary
@@ -170,11 +174,11 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
 
     def compile_document(self, document: SpecDocument) -> HandedGrammar:
         """Compile a document, whose spec may have a start."""
-        start = document.spec.start
-        if start is None:
-            return super().compile_document(document)
-        marker = self._spell(start)
-        whole = super().compile_document(SpecDocument(replace(document.spec, start=None)))
+        start, spec = document.spec.start, replace(document.spec, start=None)
+        marker = None if start is None else self._spell(start)
+        whole = super().compile_document(SpecDocument(spec, document.demand, is_filtered=False))
+        if marker is None:
+            return whole
         text = grammar_after(marker, whole.text)
         return HandedGrammar(self._compile(text), text)
 
@@ -189,8 +193,11 @@ class HandingBackend(DocumentBackend[HandedGrammar]):
         return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text, least)
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> HandedGrammar | None:
-        """The grammar that a worker has written for a JSON schema or regex."""
-        text = _written_again(spec, recipe.source)
+        """The grammar that a worker has written for a JSON schema or regex.
+
+        None where that relies on a filter: it has to be compiled, or refused, here.
+        """
+        text = None if recipe.items else _written_again(spec, recipe.source)
         if text is None:
             return None
         if spec.start is not None:

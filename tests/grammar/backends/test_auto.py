@@ -40,7 +40,8 @@ ONLY_LLGUIDANCE: tuple[dict[str, Any], ...] = (
 )
 NEITHER = {"type": "number", "multipleOf": 0.1}
 OPEN = {"type": "object", "properties": {"a": INTEGER}}
-UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+OVERLAPPING = [{"type": "string", "pattern": "a"}, {"const": "b"}, {"minLength": 3}]
+REFUSED = {"type": "object", "properties": {"a": {"type": "string", "oneOf": OVERLAPPING}}}
 
 
 @pytest.mark.parametrize("schema", ONLY_LLGUIDANCE, ids=str)
@@ -142,19 +143,19 @@ def test_what_llguidance_refuses_is_narrowed() -> None:
 
 def test_the_same_reason_is_given_once() -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
-        AutoBackend(BYTES).compile(GrammarSpec.json_schema(UNIQUE))
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema(REFUSED))
     assert "llguidance" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["auto", "llguidance"])
 def test_unsupported_schemas_may_be_narrowed_or_loosened(name: str) -> None:
     backend = BackendChoice(name, BYTES)
-    narrow = backend.compile(GrammarSpec.json_schema(UNIQUE, unsupported="rewrite"))
-    assert accepts(narrow, '{"a": [1]}')
-    assert not accepts(narrow, '{"a": [1, 2]}')
-    with pytest.warns(UserWarning, match=r"/properties/a: uniqueItems: "):
-        loose = backend.compile(GrammarSpec.json_schema(UNIQUE, unsupported="warn"))
-    assert accepts(loose, '{"a": [1, 1]}')
+    narrow = backend.compile(GrammarSpec.json_schema(REFUSED, unsupported="rewrite"))
+    assert accepts(narrow, '{"a": "b"}')
+    assert not accepts(narrow, '{"a": "aaa"}')
+    with pytest.warns(UserWarning, match=r"/properties/a: oneOf: "):
+        loose = backend.compile(GrammarSpec.json_schema(REFUSED, unsupported="warn"))
+    assert accepts(loose, '{"a": "aaa"}')
     assert not accepts(loose, '{"a": 1}')
     spec = GrammarSpec.json_schema(INTEGER, unsupported="warn")
     assert not accepts(backend.compile(spec), '"a"')  # no warning: nothing is left out

@@ -29,9 +29,10 @@ SPECS: dict[str, tuple[GrammarSpec, bytes]] = {
     "open": (GrammarSpec.json_schema(OPEN), b'{"a": "x", "c": true}'),
     "lengths": (GrammarSpec.json_schema({"type": "string", "maxLength": 200}), b'"abc"'),
     "left out": (
-        GrammarSpec.json_schema({"type": "array", "uniqueItems": True}, unsupported="warn"),
+        GrammarSpec.json_schema({"not": {"multipleOf": 2}}, unsupported="warn"),
         b"[1, 1]",
     ),
+    "unique items": (GrammarSpec.json_schema({"type": "array", "uniqueItems": True}), b"[1, 2]"),
     "regex": (GrammarSpec.regex("a{2,40}b"), b"aab"),
     "choice": (GrammarSpec.choice(["yes", "no"]), b"yes"),
     "ebnf": (GrammarSpec.ebnf('top ::= "a" top | "b"', root="top"), b"aab"),

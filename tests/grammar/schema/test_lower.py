@@ -214,7 +214,7 @@ def test_draft_4(schema: dict[str, Any], valid: list[Any], invalid: list[Any]) -
             },
             "$dynamicRef",
         ),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"uniqueItems": True, "items": {"pattern": "^a?$"}, "minItems": 3}, "uniqueItems"),
         ({"not": {"multipleOf": 2}}, "not"),
         (
             {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "minLength": 2}]},
@@ -269,7 +269,7 @@ def test_harder_admits_less_instead() -> None:
             "b": {"oneOf": [{"type": "string", "pattern": "a"}, {"const": "b"}, {"minLength": 3}]},
         },
     }
-    lowered = lower(schema, harder=True)
+    lowered = lower(schema, harder=True, filtered=False)
     assert {entry.level for entry in lowered.entries} == {"note"}
     left: list[Any] = [{"a": [1]}, {"a": []}, {"b": "b"}]
     assert all(is_valid(lowered.schema, value) for value in left)

@@ -33,7 +33,6 @@ REFUSED = {
     "steps between numbers": {"multipleOf/2", "multipleOf/3"},
     "several patterns for one key": {"patternProperties/1", "patternProperties/2"}
     | {"patternProperties/3"},
-    "unique items": {"uniqueItems/0", "uniqueItems/1", "uniqueItems/2"},
     "no positive spelling": {"not/8", "dependentSchemas/2"},
     "what branches evaluate": {"unevaluatedItems/12", "unevaluatedProperties/12"}
     | {"unevaluatedProperties/34"},

@@ -312,9 +312,9 @@ def test_the_tokens_that_end_a_text() -> None:
         ([JSON, 5], ConfigError, "grammar=5: .*pass a GrammarSpec, a type"),
         (GrammarSpec.regex("("), GrammarCompileError, "unterminated subpattern"),
         (
-            GrammarSpec.json_schema({"type": "array", "uniqueItems": True}),
+            GrammarSpec.json_schema({"not": {"multipleOf": 2}}),
             UnsupportedSchemaError,
-            "uniqueItems",
+            "positive spelling",
         ),
     ],
 )

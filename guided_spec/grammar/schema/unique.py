@@ -1,0 +1,572 @@
+"""Arrays of unique items in a lowered schema: where they are, and whether they can be kept so.
+
+A filter keeps items unique (``grammar.text.unique_items``). It knows a place in a text by the keys
+and indices that lead there, not by the branch of an ``anyOf`` that the text is in: what one branch
+asks for holds for the others, too, and a note says so. The filter never lets a text come to where
+only equal items are left. It looks no further than the next item, so where several are asked for,
+the schema itself has to show that there are enough different ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from guided_spec.grammar.formats import FORMATS
+from guided_spec.grammar.recipe import ItemRule, ItemRules
+from guided_spec.grammar.regex import RE_PARSER
+from guided_spec.grammar.schema.lowered import Unenforced, all_parts, change_parts, unescape
+from guided_spec.grammar.schema.values import values_within
+from guided_spec.grammar.steps import spend, spend_on_value
+
+_MOST_PLACES = 4_096
+_OF_PLACE = 16  # steps
+_DEPTH = 12
+_ENOUGH = 10**6  # values: more are not told apart
+_ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
+_OF_STRINGS = frozenset({"pattern", "maxLength", "format"})
+_COUNTS = frozenset({"minProperties", "maxProperties"})
+_PARTED = frozenset({"anyOf", "$ref"})
+_SIDES = (
+    frozenset({"minimum", "exclusiveMinimum"}),
+    frozenset({"maximum", "exclusiveMaximum"}),
+)
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LONGEST_NUMBER = 12  # characters
+_LOOKS = re.compile(r"\(\?(?:[=!]|<[=!]|\()")  # at what comes next, or came before
+
+
+def has_unique_items(schema: Any) -> bool:
+    """Whether a lowered schema asks for unique items anywhere."""
+    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    roots = [schema, *definitions.values()]
+    return any(_is_unique(part) for root in roots for part in all_parts(root))
+
+
+def item_rules(schema: Any) -> ItemRules | None:
+    """What a filter needs to know of a lowered schema; None where no items have to be unique."""
+    return _Places(schema).rules() if has_unique_items(schema) else None
+
+
+def judge_unique_items(schema: Any) -> list[Unenforced]:
+    """What of ``uniqueItems`` in a lowered schema cannot be kept, and where it says more."""
+    return [*_Places(schema).entries()] if has_unique_items(schema) else []
+
+
+def _is_unique(node: Any) -> bool:
+    return isinstance(node, dict) and node.get("uniqueItems") is True
+
+
+class _Place(NamedTuple):
+    """bases: schemas of the values here. nodes: these and all that apply to the same value."""
+
+    bases: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
+
+    @property
+    def is_unique(self) -> bool:
+        return any(map(_is_unique, self.nodes))
+
+
+class _Places:
+    """The places of one schema, as an automaton over keys and indices."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._definitions: dict[str, Any] = root.get("$defs", {})
+        self._places: list[_Place] = []
+        self._rules: list[ItemRule] = []
+        self._known: dict[frozenset[int], int] = {}
+        self._is_full = False
+        self._place([root])
+        for place in self._places:  # which grows
+            self._rules.append(self._rule(place))
+
+    def rules(self) -> ItemRules:
+        """Of the places that lead to an array of unique items, or are inside of one."""
+        kept = {0, *self._leading}
+        for at in self._leading:
+            kept |= self._below(at) if self._rules[at].is_unique else set()
+        number = {old: new for new, old in enumerate(sorted(kept), 1)}
+        number |= {old: 0 for old in range(len(self._rules)) if old not in number} | {-1: 0}
+
+        def renumbered(rule: ItemRule) -> ItemRule:
+            keys = {key: number[to] for key, to in rule.keys.items()}
+            prefix = tuple(number[to] for to in rule.prefix)
+            other, items = number[rule.other], number[rule.items]
+            return rule._replace(keys=keys, other=other, prefix=prefix, items=items)
+
+        anything = ItemRule(is_free=True, has_free_strings=True)
+        return (anything, *(renumbered(self._rules[old]) for old in sorted(kept)))
+
+    def entries(self) -> Iterator[Unenforced]:
+        """Errors and notes; their pointers are of the lowered schema."""
+        if self._is_full:
+            reason, fix = "there are too many places where it may apply", "split the schema"
+            yield Unenforced("", "uniqueItems", reason, fix, by_backend=False)
+            return
+        inside: set[int] = set()
+        for at in self._leading:
+            place = self._places[at]
+            if place.is_unique:
+                pointer = self._pointer(place)
+                yield from _entries_of(self._reasons(at), pointer)
+                if not all(self._asks(base, 0) for base in place.bases):
+                    reason, fix = "it holds for all alternatives here", "set it in all of them"
+                    yield Unenforced(pointer, "uniqueItems", reason, fix, "note", by_backend=False)
+                for below in self._below(at):
+                    if below not in inside:
+                        inside.add(below)
+                        yield from _entries_of(_long_numbers(self._places[below]), pointer)
+            elif any(map(_repeats, place.nodes)):
+                reason = "a value listed beside it has an array with equal items"
+                yield from _entries_of([(reason, "leave the value out")], self._pointer(place))
+
+    def _pointer(self, place: _Place) -> str:
+        nodes = [*filter(_is_unique, place.nodes), *place.nodes]
+        return self._pointers.get(id(nodes[0]), "")
+
+    @cached_property
+    def _pointers(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+
+        def visit(node: Any, pointer: str) -> Any:
+            if isinstance(node, dict):
+                found.setdefault(id(node), pointer)
+                change_parts(node, lambda part, path: visit(part, f"{pointer}/{path}"))
+            return node
+
+        visit(self._root, "")
+        for name, part in self._definitions.items():
+            visit(part, f"/$defs/{name}")
+        return found
+
+    @cached_property
+    def _leading(self) -> list[int]:
+        """The places from which an array of unique items can be reached."""
+        above: dict[int, set[int]] = {}
+        for at in range(len(self._rules)):
+            for to in self._targets(at):
+                above.setdefault(to, set()).add(at)
+        found = {at for at, rule in enumerate(self._rules) if rule.is_unique}
+        waiting = [*found]
+        while waiting:
+            more = above.get(waiting.pop(), set()) - found
+            found |= more
+            waiting += more
+        return sorted(found)
+
+    def _below(self, at: int) -> set[int]:
+        found, waiting = {at}, [at]
+        while waiting:
+            more = set(self._targets(waiting.pop())) - found
+            found |= more
+            waiting += more
+        return found
+
+    def _targets(self, at: int) -> list[int]:
+        rule = self._rules[at]
+        every = [*rule.keys.values(), rule.other, *rule.prefix, rule.items]
+        return [to for to in every if to >= 0]
+
+    def _place(self, bases: Sequence[Any]) -> int:
+        """The number of the place of values under any of these schemas; -1 where all are plain."""
+        plain = [base for base in bases if isinstance(base, dict)]
+        nodes = self._closure(plain)
+        spend(_OF_PLACE + len(nodes))
+        if not nodes:
+            return -1
+        key = frozenset(map(id, plain))
+        if key not in self._known:
+            if len(self._places) >= _MOST_PLACES:
+                self._is_full = True
+                return -1
+            self._known[key] = len(self._places)
+            self._places.append(_Place(plain, nodes))
+        return self._known[key]
+
+    def _closure(self, bases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        waiting: list[Any] = [*reversed(bases)]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, dict) and id(node) not in found:
+                found[id(node)] = node
+                waiting += [*node.get("allOf", ()), *node.get("anyOf", ())]
+                waiting += [self._target(node)] if "$ref" in node else []
+        return [*found.values()]
+
+    def _target(self, node: dict[str, Any]) -> Any:
+        if node["$ref"] == "#":
+            return self._root
+        return self._definitions.get(unescape(node["$ref"].removeprefix("#/$defs/")))
+
+    def _rule(self, place: _Place) -> ItemRule:
+        nodes = place.nodes
+        names = dict.fromkeys(name for node in nodes for name in node.get("properties", ()))
+        spend(len(names) * len(nodes))
+        keys = {
+            name.encode("utf-8", "surrogatepass"): self._place(
+                [part for node in nodes for part in _of_key(node, name)]
+            )
+            for name in names
+        }
+        other = self._place([part for node in nodes for part in _of_key(node, None)])
+        most = max((len(node.get("prefixItems", ())) for node in nodes), default=0)
+        prefix = tuple(self._place([_of_index(node, at) for node in nodes]) for at in range(most))
+        items = self._place([node["items"] for node in nodes if "items" in node])
+        # A text may be in any of the branches that lead here: each has to be free.
+        is_free = all(_is_free(self._closure([base])) for base in place.bases)
+        free_strings = _has_free_strings(nodes)
+        return ItemRule(place.is_unique, is_free, free_strings, keys, other, prefix, items)
+
+    def _asks(self, node: Any, depth: int) -> bool:
+        """Whether an array has unique items wherever ``node`` holds, as far as that is seen."""
+        if not isinstance(node, dict) or not node or _is_unique(node) or not _may_be_array(node):
+            return True
+        if depth > _DEPTH:
+            return False
+        values = _listed(node)
+        if values is not None:
+            return not any(_has_equal(value) for value in values)
+        if "$ref" in node and self._asks(self._target(node), depth + 1):
+            return True
+        if any(self._asks(part, depth + 1) for part in node.get("allOf", ())):
+            return True
+        options = node.get("anyOf", ())
+        return bool(options) and all(self._asks(part, depth + 1) for part in options)
+
+    def _reasons(self, at: int) -> Iterator[tuple[str, str]]:
+        """Why the items of an array here cannot be kept unique, and what to do."""
+        place = self._places[at]
+        if any(map(_repeats, place.nodes)):
+            yield "an array listed here has equal items", "leave it out"
+        arrays = [
+            node for node in place.nodes if _may_be_array(node) and not _ARRAY.isdisjoint(node)
+        ]
+        low = max((int(node.get("minItems", 0)) for node in arrays), default=0)
+        length = max([low, *(len(node.get("prefixItems", ())) for node in arrays)])
+        if length < 2:
+            return
+        if any(_is_joined(node) for node in place.nodes):
+            yield "minItems asks for several items of joined schemas", "write them as one schema"
+            return
+        amounts = _Amounts(self._target)
+        for node in arrays:
+            for reason in amounts.lacking(node, length):
+                yield reason, "allow more values for each item, or set minItems to 1"
+
+
+def _entries_of(reasons: Any, pointer: str) -> Iterator[Unenforced]:
+    for reason, fix in reasons:
+        yield Unenforced(pointer, "uniqueItems", reason, fix, by_backend=False)
+
+
+def _of_key(node: dict[str, Any], name: str | None) -> Iterator[Any]:
+    """The schemas that may hold for a key; None is any that is not listed."""
+    listed = node.get("properties", {})
+    if name in listed:
+        yield listed[name]
+    elif "additionalProperties" in node:
+        yield node["additionalProperties"]
+    yield from node.get("patternProperties", {}).values()
+
+
+def _of_index(node: dict[str, Any], index: int) -> Any:
+    prefix = node.get("prefixItems", ())
+    return prefix[index] if index < len(prefix) else node.get("items")
+
+
+def _may_be_array(node: dict[str, Any]) -> bool:
+    values = _listed(node)
+    if values is not None:
+        return any(isinstance(value, list) for value in values)
+    return "array" in node.get("type", "array")
+
+
+def _has_free_strings(nodes: Sequence[dict[str, Any]]) -> bool:
+    """Whether a string that has begun can always go on to infinitely many."""
+    for node in nodes:
+        values = _listed(node)
+        if values is not None and any(isinstance(value, str) for value in values):
+            return False
+        if "string" in node.get("type", "string") and not _OF_STRINGS.isdisjoint(node):
+            return False
+    return True
+
+
+def _is_free(nodes: Sequence[dict[str, Any]]) -> bool:
+    """Whether there surely are infinitely many values."""
+    if any("allOf" in node or (node.keys() & _PARTED and len(node) > 1) for node in nodes):
+        return False
+    has_free_strings = _has_free_strings(nodes)
+    return any(_is_endless(node, has_free_strings=has_free_strings) for node in nodes)
+
+
+def _is_endless(node: dict[str, Any], *, has_free_strings: bool) -> bool:
+    if not node:
+        return True
+    types = node.get("type", ())
+    if types == "object" and _COUNTS.isdisjoint(node) and _listed(node) is None:
+        listed = node.get("properties", {})
+        is_open = not listed and "patternProperties" not in node
+        is_open = is_open and node.get("additionalProperties", True) in (True, {})
+        return is_open or {"type": "string"} in listed.values()
+    if "string" in types and has_free_strings:
+        return _listed(node) is None
+    has_low, has_high = (not bounds.isdisjoint(node) for bounds in _SIDES)
+    is_bounded = (has_low and has_high) or "multipleOf" in node
+    return ("integer" in types or "number" in types) and not is_bounded and _listed(node) is None
+
+
+def _is_joined(node: dict[str, Any]) -> bool:
+    """Whether several schemas hold together for one array."""
+    if "allOf" in node:
+        return True
+    return not _ARRAY.isdisjoint(node) and not {"$ref", "anyOf"}.isdisjoint(node)
+
+
+def _listed(node: dict[str, Any]) -> list[Any] | None:
+    return [node["const"]] if "const" in node else node.get("enum")
+
+
+def _repeats(node: dict[str, Any]) -> bool:
+    values = _listed(node)
+    return values is not None and any(map(_has_equal, values))
+
+
+def _has_equal(value: Any) -> bool:
+    """Whether an array in a value has equal items."""
+    spend_on_value(value)
+    return any(
+        isinstance(part, list) and len(set(map(_text, part))) < len(part)
+        for part in values_within(value)
+    )
+
+
+def _text(value: Any) -> str:
+    """The same for equal values."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_text(value[key])}' for key in sorted(value))}}}"
+    return json.dumps(value)
+
+
+def _long_numbers(place: _Place) -> Iterator[tuple[str, str]]:
+    """Of what is inside of an array of unique items: its numbers have few digits."""
+    for node in place.nodes:
+        numbers = [node[name] for name in _BOUNDS if name in node]
+        numbers += [part for value in _listed(node) or () for part in values_within(value)]
+        for number in numbers:
+            if isinstance(number, float) and not _is_short(number):
+                reason = f"{number!r} has too many digits for items that are compared"
+                yield reason, f"use at most {_LONGEST_NUMBER} characters"
+
+
+def _is_short(number: float) -> bool:
+    return len(repr(number)) <= _LONGEST_NUMBER and "e" not in repr(number)
+
+
+class _Amount(NamedTuple):
+    """least: a number of different values that there surely are. values: all, if these are few."""
+
+    least: float
+    values: frozenset[str] | None = None
+
+
+_NONE = _Amount(0, frozenset())
+
+
+class _Amounts:
+    """How many different values lowered schemas have at least. target: of a reference."""
+
+    def __init__(self, target: Callable[[dict[str, Any]], Any]) -> None:
+        self._target = target
+
+    def lacking(self, node: dict[str, Any], length: int) -> Iterator[str]:
+        """Which of the first ``length`` items may have no value left, whatever comes before."""
+        before: list[_Amount] = []
+        if "items" not in node and "prefixItems" not in node:
+            return
+        for at in range(int(min(length, node.get("maxItems", length)))):
+            item = _of_index(node, at)
+            found = self._of({} if item is None else item, 0)
+            if found.least >= _ENOUGH and at >= len(node.get("prefixItems", ())):
+                return
+            taken = sum(not _are_apart(found, other) for other in before)
+            if taken and found.least <= taken:
+                yield f"item {at + 1} may have no value left, of the {found.least:g} that are known"
+                return
+            before.append(found)
+
+    def _of(self, node: Any, depth: int) -> _Amount:
+        spend(_OF_PLACE)
+        if node is True or node == {}:
+            return _Amount(math.inf)
+        if not isinstance(node, dict) or depth > _DEPTH or "allOf" in node:
+            return _NONE if node is False else _Amount(0)
+        values = _listed(node)
+        if values is not None:
+            return _of_listed(node, values)
+        if "$ref" in node:
+            return self._of(self._target(node), depth + 1) if len(node) == 1 else _Amount(0)
+        if "anyOf" in node:
+            return self._of_options(node, depth)
+        types = node.get("type", ["string"] if "pattern" in node else ())
+        kinds = [types] if isinstance(types, str) else types
+        return _either([self._of_kind(kind, node, depth) for kind in kinds])
+
+    def _of_options(self, node: dict[str, Any], depth: int) -> _Amount:
+        if node.keys() - {"anyOf", "title", "description", "default", "$comment"}:
+            return _Amount(0)
+        return _either([self._of(part, depth + 1) for part in node["anyOf"]])
+
+    def _of_kind(self, kind: str, node: dict[str, Any], depth: int) -> _Amount:
+        match kind:
+            case "null":
+                return _Amount(1, frozenset({"null"}))
+            case "boolean":
+                return _Amount(2, frozenset({"true", "false"}))
+            case "string":
+                return _of_string(node)
+            case "integer" | "number":
+                return _of_number(kind, node)
+            case "array":
+                return self._of_array(node, depth)
+        return self._of_object(node, depth)
+
+    def _of_array(self, node: dict[str, Any], depth: int) -> _Amount:
+        high = node.get("maxItems", math.inf)
+        if "prefixItems" in node or node.get("minItems", 0) > 1 or high < 1:
+            return _Amount(0)
+        return _Amount(self._of(node.get("items", {}), depth + 1).least)
+
+    def _of_object(self, node: dict[str, Any], depth: int) -> _Amount:
+        if "minProperties" in node or "maxProperties" in node:
+            return _Amount(0)
+        listed, required = node.get("properties", {}), node.get("required", ())
+        if not listed and not required and "patternProperties" not in node:
+            is_open = node.get("additionalProperties", True) in (True, {})
+            return _Amount(math.inf if is_open else 1)
+        found = {name: self._of(part, depth + 1).least for name, part in listed.items()}
+        if any(found.get(name, 0) == 0 for name in required):
+            return _Amount(0)
+        return _Amount(max(found.values(), default=1))
+
+
+def _of_listed(node: dict[str, Any], values: Sequence[Any]) -> _Amount:
+    if node.keys() - {"enum", "const", "type", "title", "description", "default", "$comment"}:
+        return _Amount(0)
+    spend_on_value(values)
+    types = node.get("type")
+    kept = [value for value in values if types is None or _is_of(value, types)]
+    found = frozenset(map(_text, kept))
+    return _Amount(len(found), found)
+
+
+def _is_of(value: Any, types: str | list[str]) -> bool:
+    named = [types] if isinstance(types, str) else types
+    if value is None:
+        return "null" in named
+    if isinstance(value, bool):
+        return "boolean" in named
+    if isinstance(value, int | float):
+        return "number" in named or ("integer" in named and float(value).is_integer())
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return kinds[type(value)] in named
+
+
+def _either(found: Sequence[_Amount]) -> _Amount:
+    """Of values under any of several schemas."""
+    known = [amount.values for amount in found if amount.values is not None]
+    values = frozenset().union(*known)
+    if len(known) == len(found):
+        return _Amount(len(values), values)
+    return _Amount(max([len(values), *(amount.least for amount in found)]))
+
+
+def _are_apart(one: _Amount, other: _Amount) -> bool:
+    return (
+        one.values is not None and other.values is not None and one.values.isdisjoint(other.values)
+    )
+
+
+def _of_number(kind: str, node: dict[str, Any]) -> _Amount:
+    lows = [node[name] for name in ("minimum", "exclusiveMinimum") if name in node]
+    highs = [node[name] for name in ("maximum", "exclusiveMaximum") if name in node]
+    step = node.get("multipleOf", 1)
+    if not isinstance(step, int):
+        return _Amount(0)
+    if not lows or not highs:
+        return _Amount(math.inf if kind == "integer" or "multipleOf" not in node else _ENOUGH)
+    if kind == "number" and "multipleOf" not in node:  # some decimals suffice for many
+        return _Amount(1_000 if min(highs) - max(lows) >= 0.01 else 0)
+    # Without the ends: whether these count does not matter here.
+    between = (math.ceil(min(highs)) - 1 - math.floor(max(lows))) // step
+    return _Amount(max(0, between))
+
+
+def _of_string(node: dict[str, Any]) -> _Amount:
+    high = node.get("maxLength", math.inf)
+    pattern = node.get("pattern")
+    if "format" in node:
+        if pattern is not None or "maxLength" in node or "minLength" in node:
+            return _Amount(0)
+        pattern = FORMATS.get(node["format"])
+    if pattern is None:
+        return _Amount(math.inf if high == math.inf else 90 if high >= 1 else 1)
+    if high < math.inf or "minLength" in node:
+        return _Amount(0)
+    if _LOOKS.search(pattern):
+        return _Amount(0)
+    return _Amount(_of_parts(RE_PARSER.parse(pattern)))
+
+
+def _of_parts(parts: Sequence[Any]) -> float:
+    """Different texts that surely match a part of a pattern, if it covers the whole text."""
+    return max([1, *(_of_part(str(op), value) for op, value in parts)])
+
+
+def _of_part(op: str, value: Any) -> float:
+    match op:
+        case "IN":
+            return _of_class(value)
+        case "ANY" | "NOT_LITERAL":
+            return 90
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            low, high, inner = value
+            if high is RE_PARSER.MAXREPEAT:
+                return math.inf
+            return max(high - low + 1, _of_parts(inner) if high else 1) if _is_fixed(inner) else 1
+        case "SUBPATTERN":
+            return _of_parts(value[3])
+        case "BRANCH":
+            return max(map(_of_parts, value[1]))
+    return 1
+
+
+def _is_fixed(parts: Any) -> bool:
+    """Whether all texts of a part have one length, above 0."""
+    low, high = parts.getwidth()
+    return bool(0 < low == high)
+
+
+def _of_class(members: Any) -> float:
+    if str(members[0][0]) == "NEGATE":
+        return 32
+    found = 0
+    for kind, member in members:
+        if str(kind) == "RANGE":
+            found += member[1] - member[0] + 1
+        elif str(kind) == "LITERAL":
+            found += 1
+        else:
+            found += 1 if "SPACE" in str(member) else 10
+    return found
