@@ -12,18 +12,18 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "cli": 1_570,
-    "engine": 5_950,
+    "engine": 6_000,  # 50 more: forms beside tools
     "evaluate": 1_020,
-    "grammar": 15_300,  # 300 more: GBNF, anchors in alternatives, misspelt keywords, docstrings
+    "grammar": 15_500,  # 200 more: calls or an answer of a form, fields at every depth
     "integrations": 8_180,
     "masks": 1_750,
     "models": 10_460,
     "ops": 7_520,
     "proposers": 3_140,
-    "server": 3_610,
+    "server": 3_680,  # 70 more: fields of messages and items
     "trace": 760,
     "training": 6_430,
-    ".": 2_090,
+    ".": 2_150,  # 60 more: the nearest known names
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

@@ -178,8 +178,8 @@ class LLM(Homebound):
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's, or a GrammarSpec. The reply matches it, after any reasoning that
-        the prompt opens.
+        response_format: OpenAI's, a GrammarSpec, or a type such as a pydantic model. The reply
+        matches it, after any reasoning that the prompt opens; beside tools it is a call instead.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.

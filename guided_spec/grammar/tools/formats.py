@@ -25,6 +25,7 @@ from guided_spec.grammar.tools.format import (
     literal,
     read_arguments,
     read_json,
+    schema_content,
 )
 from guided_spec.kinds import require_one_of
 
@@ -75,12 +76,17 @@ class DelimitedFormat:
             calls = [self._block(calls, rules)]
         if rules.choice == "named":
             return calls[0]
+        is_one = bool(self.opening) or not rules.is_parallel
+        if rules.choice == "required":
+            return _alone(calls, is_one=is_one)
+        if rules.form is not None:
+            return either([_alone(calls, is_one=is_one), rules.form])
         return {
             "type": "triggered_tags",
             "triggers": [self.trigger],
             "tags": calls,
-            "at_least_one": rules.choice == "required",
-            "stop_after_first": bool(self.opening) or not rules.is_parallel,
+            "at_least_one": False,
+            "stop_after_first": is_one,
         }
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
@@ -202,6 +208,15 @@ class DelimitedFormat:
         return _Around(*self.call.replace("{name}", tool.name).split("{arguments}"))
 
 
+def _alone(calls: list[dict[str, Any]], *, is_one: bool) -> dict[str, Any]:
+    """Calls with nothing but line breaks between them."""
+    if is_one:
+        return either(calls)
+    between = {"type": "regex", "pattern": "\\n{0,2}"}
+    more = {"type": "star", "content": in_sequence(between, either(calls))}
+    return in_sequence(either(calls), more)
+
+
 class _Header(NamedTuple):
     """The id in it, "" where the model writes none, and where it ends."""
 
@@ -253,10 +268,13 @@ class HarmonyFormat:
         """The format of a structural tag. Raises ConfigError naming the tool."""
         last = [_call(tool, rules) for tool in rules.tools if rules.choice != "none"]
         if rules.choice in ("auto", "none"):
-            last.append(in_sequence(literal(_FINAL), {"type": "any_text"}))
+            last.append(in_sequence(literal(_FINAL), rules.form or {"type": "any_text"}))
+        # Commentary is shown, and nothing may stand beside a call that is required, or a form.
+        is_free = rules.choice in ("auto", "none") and rules.form is None
+        begins = (_ANALYSIS, _COMMENTARY) if is_free else (_ANALYSIS,)
         first = [
             {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
-            for begin in (_ANALYSIS, _COMMENTARY)
+            for begin in begins
         ]
         message = in_sequence(either(first), literal(_NEXT))
         return in_sequence({"type": "star", "content": message}, either(last))
@@ -311,7 +329,7 @@ def _read_messages(text: str, marks: MarkedText) -> _Messages:
 
 def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
     headers = [literal(header.replace("{name}", tool.name)) for header in _HEADERS]
-    arguments = {"type": "json_schema", "json_schema": tool.parameters}
+    arguments = schema_content(tool, tool.parameters)
     # As a rule <|call|> ends the text by itself, and then no tag can hold it.
     end = [] if _CALL in rules.stop_names else [literal(_CALL)]
     return in_sequence(either(headers), arguments, *end)

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.chat import Reasoning
+from guided_spec.engine.reasoning import Reasoning
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import BEGINNINGS
+from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
     MarkedText,
     ReadText,
@@ -28,7 +29,12 @@ from guided_spec.grammar.tools.format import (
     read_choice,
     read_tools,
 )
-from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.tools.formats import (
+    TOOL_FORMATS,
+    ToolFormat,
+    find_tool_format,
+    get_tool_format,
+)
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.chat_templates import PLAIN, TEMPLATES
 from tests.masks.walks import BYTES
@@ -68,19 +74,29 @@ class Side(NamedTuple):
     marks: MarkedText
     tools: list[Tool]
     name: str
+    known: ToolFormat | FormedFormat
 
     def read(self, token_ids: list[int]) -> ReadText:
-        return TOOL_FORMATS[self.name].read(self.marks.read(token_ids), self.tools, self.marks)
+        return self.known.read(self.marks.read(token_ids), self.tools, self.marks)
 
 
-def side(name: str, kind: str, tools: list[Any], choice: Any, *, parallel: bool = True) -> Side:
-    known, shared = TOOL_FORMATS[name], vocabulary(kind)
+def side(
+    name: str,
+    kind: str,
+    tools: list[Any],
+    choice: Any,
+    *,
+    parallel: bool = True,
+    form: GrammarSpec | None = None,
+) -> Side:
+    plain, shared = TOOL_FORMATS[name], vocabulary(kind)
+    known = plain if form is None else FormedFormat(plain, form)
     stops = frozenset(n for n, token in shared.added_tokens if token in shared.stop_token_ids)
     wanted, left = read_choice(choice, read_tools(tools))
     content = known.content(ToolRules(left, wanted, parallel, stops))
     spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
     marks = MarkedText(shared, known.literals)
-    return Side(BACKENDS[kind].compile(spec), marks, list(left), name)
+    return Side(BACKENDS[kind].compile(spec), marks, list(left), name, known)
 
 
 def walk(found: Side, kind: str, seed: int, wander: int) -> list[int]:
