@@ -199,4 +199,4 @@ class ResponsesBody(_Body):
     truncation: Literal["disabled"] | None = None
 
     include: _AllTexts | None = None
-    stream_options: Any = None
+    stream_options: StreamOptions | None = None
