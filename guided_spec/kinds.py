@@ -46,10 +46,18 @@ _ELSEWHERE = {
 """What other libraries call an option, and its name here."""
 
 
-def nearest_names(name: str, known: Collection[str]) -> list[str]:
-    """The known names that an unknown one may stand for, the likeliest first."""
+_LONG = 4  # letters, from which a name may be a part of another
+
+
+def nearest_names(name: str, known: Collection[str], *, cutoff: float = 0.6) -> list[str]:
+    """The known names that an unknown one may stand for, the likeliest first.
+
+    cutoff: how alike they must be at least, up to 1.
+    """
     ours = _ELSEWHERE.get(name)
-    return [ours] if ours in known and ours else get_close_matches(str(name), known)
+    near = get_close_matches(str(name), known, cutoff=cutoff)
+    near = near or [one for one in known if len(name) >= _LONG and name in one]
+    return [ours] if ours in known and ours else near
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

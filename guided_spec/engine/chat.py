@@ -42,7 +42,7 @@ from guided_spec.grammar.tools.formats import (
 from guided_spec.grammar.value import parse_value
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds
-from guided_spec.types import SamplingParams, TokenLogprobs
+from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
 
 ChatFinishReason = Literal["stop", "length", "error", "tool_calls"]
 
@@ -256,7 +256,11 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, options: ChatOptions
     ) -> ChatRequest:
         """Render, constrain and encode a conversation. Raises ConfigError and PromptError."""
-        require_kinds(options, get_type_hints(ChatOptions))
+        kinds = get_type_hints(ChatOptions)
+        for name, value in options.items():
+            if name not in kinds:
+                require_no_sampling(name, value)
+        require_kinds(options, kinds)
         asked = _asked(options)
         variables = dict(options.get("chat_template_kwargs") or {})
         listed = tool_dicts(tools) if tools else None

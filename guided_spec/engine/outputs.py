@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin
 
 from guided_spec.engine.prompt import Prompt
 from guided_spec.errors import ConfigError, GuidedSpecError
@@ -316,6 +317,29 @@ class Failures(NamedTuple):
 def _is_raised(on_error: str) -> bool:
     require_one_of("on_error", on_error, get_args(OnError))
     return on_error == "raise"
+
+
+def read_params(
+    params: Any, grammar: Any, default: SamplingParams
+) -> SamplingParams | Sequence[SamplingParams]:
+    """The parameters of a call, with its grammar.
+
+    params: a grammar too, where it is a type or a GrammarSpec; None is ``default``. Raises
+    ConfigError for two grammars.
+    """
+    if isinstance(params, type | GrammarSpec | re.Pattern) or get_origin(params) is not None:
+        if grammar is not None:
+            raise ConfigError("grammar", grammar, "params is a grammar too; leave one of them out")
+        params, grammar = None, params
+    asked: SamplingParams | Sequence[SamplingParams] = default if params is None else params
+    if grammar is None:
+        return asked
+    is_one = not isinstance(asked, Sequence)
+    listed = match_params(asked, len(asked) if isinstance(asked, Sequence) else 1)
+    if any(one.grammar is not None for one in listed):
+        raise ConfigError("grammar", grammar, "params have one too; leave one of them out")
+    changed = [replace(one, grammar=grammar) for one in listed]
+    return changed[0] if is_one else changed
 
 
 def match_params(

@@ -123,6 +123,7 @@ class GrammarSpec:
 
         wanted: a pydantic model, dataclass, TypedDict, Enum, Literal, ``list[...]``, union or any
             other type that pydantic knows, for JSON of that type; a compiled regex without flags;
+            strings in a list, tuple or set, for one of them;
             a JSON schema as a dict; or a spec, which is returned as it is.
 
         The values of finished texts are then instances of the type, see ``Completion.parsed``. A
@@ -137,10 +138,20 @@ class GrammarSpec:
             return cls.regex(regex_of(wanted))
         if isinstance(wanted, Mapping):
             return cls.json_schema(wanted)
+        if isinstance(wanted, list | tuple | set | frozenset):
+            return cls._of_options(wanted)
         if isinstance(wanted, str):
             fix = "text may be of any kind: say which, as GrammarSpec.regex(...) does"
             raise ConfigError("grammar", wanted, fix)
         return replace(cls.json_schema(schema_of(wanted)), value_type=wanted)
+
+    @classmethod
+    def _of_options(cls, wanted: Collection[Any]) -> GrammarSpec:
+        if not wanted or not all(isinstance(option, str) and option for option in wanted):
+            fix = "a list means one of its strings, non-empty ones: for an array pass list[...]"
+            raise ConfigError("grammar", wanted, fix)
+        is_ordered = isinstance(wanted, list | tuple)
+        return cls.choice(list(wanted) if is_ordered else sorted(wanted))
 
     @classmethod
     def json_schema(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_origin
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.lowered import find
 from guided_spec.grammar.schema.rewrite import find_unenforced
 
 _TAKES = """pass a GrammarSpec, a type (a pydantic model, dataclass, TypedDict, Enum, Literal, \
-list[...] or union), a compiled regex, or a JSON schema as a dict"""
+list[...] or union), a compiled regex, a list of strings, or a JSON schema as a dict"""
 
 
 def parse_value(text: str, value_type: Any) -> Any:
@@ -50,8 +50,10 @@ def schema_of(value_type: Any) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = _adapter(value_type).json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError("grammar", value_type, f"{reason}; {_TAKES}") from error
+        is_type = isinstance(value_type, type) or get_origin(value_type) is not None
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        fix = f"{reason}; {_TAKES}" if is_type else f"is no grammar: {_TAKES}"
+        raise ConfigError("grammar", value_type, fix) from error
     for entry in find_unenforced(schema):
         if entry.keyword == "uniqueItems" and entry.level == "error":
             _repeat_items(schema, entry.pointer)
