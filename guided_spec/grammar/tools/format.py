@@ -147,6 +147,15 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
     return Tool(name, parameters or {"type": "object"})
 
 
+_HEADER = 256  # letters in which the name of a call stands
+
+
+def tools_named(tools: Sequence[Tool], text: str, at: int) -> list[Tool]:
+    """Those whose names stand soon after an index: a client may bring hundreds of them."""
+    near = text[at : at + _HEADER]
+    return [tool for tool in tools if tool.name in near]
+
+
 def begun_length(text: str, literal: str) -> int:
     """How many characters at the end of a text may be the beginning of a literal."""
     for length in range(min(len(literal) - 1, len(text)), 0, -1):

@@ -26,6 +26,7 @@ from guided_spec.grammar.tools.format import (
     read_arguments,
     read_json,
     schema_content,
+    tools_named,
 )
 from guided_spec.kinds import require_one_of
 
@@ -127,7 +128,7 @@ class DelimitedFormat:
         """A call whose arguments have begun; none where they are not JSON: they come as a whole."""
         if at is None or self.argument is not None:
             return []
-        for tool in tools:
+        for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
             arguments = None if header is None else begun_object(text, header.end)
             if header is not None and arguments is not None:
@@ -175,7 +176,7 @@ class DelimitedFormat:
     def _read_call(
         self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
     ) -> _CallRead | None:
-        for tool in tools:
+        for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
             if header is None:
                 continue
@@ -337,7 +338,7 @@ def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
 
 def _headers_of(text: str, tools: Sequence[Tool], marks: MarkedText) -> Iterator[tuple[Tool, int]]:
     """The tools by whose headers a text begins, and where these end."""
-    for tool, header in itertools.product(tools, _HEADERS):
+    for tool, header in itertools.product(tools_named(tools, text, 0), _HEADERS):
         begin = marks.mark(header.replace("{name}", tool.name))
         if text.startswith(begin):
             yield tool, len(begin)
