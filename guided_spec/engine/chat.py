@@ -81,6 +81,11 @@ class ChatCompletion(NamedTuple):
     form: GrammarSpec | None = None
 
     @property
+    def was_shortened(self) -> bool:
+        """Whether the budget changed the text, see ``Completion.was_shortened``."""
+        return self.completion.was_shortened
+
+    @property
     def parsed(self) -> Any:
         """The value of an answer under a JSON grammar, see ``Completion.parsed``.
 
@@ -123,6 +128,11 @@ class ChatOutput(NamedTuple):
     def message(self) -> dict[str, Any]:
         """The answer as a message, ready to be appended to the conversation."""
         return self.completions[0].message
+
+    @property
+    def was_shortened(self) -> bool:
+        """Whether the budget changed the text, see ``Completion.was_shortened``."""
+        return self.completions[0].was_shortened
 
     @property
     def parsed(self) -> Any:

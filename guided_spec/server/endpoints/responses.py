@@ -122,6 +122,7 @@ class ResponseHandler:
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=self._items.reasoning_tokens),
             total_tokens=usage.total_tokens,
+            shortened_texts=usage.shortened_texts,
         )
 
 
