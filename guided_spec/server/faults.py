@@ -76,9 +76,10 @@ class ApiError(Exception):
         return kinds.get(self.status, other)
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's JSON object."""
+        """The error as OpenAI's JSON object, and as Anthropic's."""
         inner = {"message": self.message, "type": self.kind, "param": self.param}
-        return {"error": {**inner, "code": self.code}}
+        # The first field is Anthropic's.
+        return {"type": "error", "error": {**inner, "code": self.code}}
 
     def response(self) -> Response:
         """The error as an HTTP response."""
