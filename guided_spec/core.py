@@ -372,7 +372,12 @@ class _FromPropose(Proposer):
     ) -> DraftInFlight:
         del carry
         before = lookahead.lengths
-        draft = lookahead.advance(self._proposer.propose(batch, lookahead), before)
+        proposed = self._proposer.propose(batch, lookahead)
+        if not isinstance(proposed, Draft):
+            name = type(self._proposer).__name__
+            fix = "propose must return a Draft; no_draft(batch) is one without tokens"
+            raise ConfigError(f"{name}.propose(...)", proposed, fix)
+        draft = lookahead.advance(proposed, before)
         lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
         return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
 

@@ -2,6 +2,7 @@
 
 GuidedSpecError
 ├── ConfigError (also a ValueError)      an argument is out of range or of the wrong kind
+│   ├── UnknownOptionError               an option, or a field of a value, that is not known
 │   └── UnknownProposerError             a proposer name that is not registered
 ├── ModelError                           a model or tokenizer cannot be loaded or used
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
@@ -45,6 +46,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "TrainingStoppedError",
+    "UnknownOptionError",
     "UnknownProposerError",
     "UnsatisfiableGrammarError",
     "UnsupportedSchemaError",
@@ -83,6 +85,10 @@ class ConfigError(GuidedSpecError, ValueError):
         self.value = value
         self.fix = fix
         super().__init__(f"{argument}={_shorten(value)}: {fix}")
+
+
+class UnknownOptionError(ConfigError):
+    """An option, or a field of a value, that is not known."""
 
 
 class UnknownProposerError(ConfigError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, UnknownOptionError
 
 
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
@@ -15,6 +16,60 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     names = list(known)
     if not isinstance(value, str) or value not in names:
         raise ConfigError(name, value, f"must be one of {', '.join(names)}")
+
+
+def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise UnknownOptionError, with its path, for a field that is neither known nor None."""
+    for name in value:
+        if name not in known and value[name] is not None:
+            fix = f"is not known here, leave it out; {_nearest(name, known)}"
+            raise UnknownOptionError(f"{path}.{name}" if path else name, value[name], fix)
+
+
+_ELSEWHERE = {
+    "enable_prefix_caching": "prefix_cache",
+    "eos_token_id": "stop_token_ids",
+    "gpu_memory_utilization": "kv_memory_bytes",
+    "guided_decoding_backend": "grammar_backend",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_num_batched_tokens": "prefill_tokens",
+    "max_num_seqs": "max_batch_size",
+    "num_assistant_tokens": "num_draft_tokens",
+    "num_return_sequences": "n",
+    "num_speculative_tokens": "num_draft_tokens",
+    "speculative_model": "draft",
+    "stop_strings": "stop",
+    "torch_dtype": "dtype",
+}
+"""What other libraries call an option, and its name here."""
+
+
+_LONG = 4  # letters, from which a name may be a part of another
+
+
+def nearest_names(name: str, known: Collection[str], *, cutoff: float = 0.6) -> list[str]:
+    """The known names that an unknown one may stand for, the likeliest first.
+
+    cutoff: how alike they must be at least, up to 1.
+    """
+    ours = _ELSEWHERE.get(name)
+    near = get_close_matches(str(name), known, cutoff=cutoff)
+    near = near or [one for one in known if len(name) >= _LONG and name in one]
+    return [ours] if ours in known and ours else near
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = nearest_names(name, known)
+    listed = f"the names are {', '.join(sorted(known))}"
+    return f"did you mean {' or '.join(near)}? {listed}" if near else listed
+
+
+def require_known(name: str, value: object, known: Collection[str]) -> None:
+    """Raise UnknownOptionError, with the nearest known names, for an option that is not known."""
+    if name not in known:
+        raise UnknownOptionError(name, value, f"is no option; {_nearest(name, known)}")
 
 
 def require_kind(name: str, value: object, kind: Any) -> None:
@@ -29,11 +84,9 @@ def require_kind(name: str, value: object, kind: Any) -> None:
 
 
 def require_kinds(values: Mapping[str, object], kinds: Mapping[str, Any]) -> None:
-    """``require_kind`` of each value, by its name; ConfigError too for a name without a kind."""
+    """``require_kind`` of each value, by its name; UnknownOptionError for one without a kind."""
     for name, value in values.items():
-        if name not in kinds:
-            fix = f"unknown; the options are {', '.join(sorted(kinds))}"
-            raise ConfigError(name, value, fix)
+        require_known(name, value, kinds)
         require_kind(name, value, kinds[name])
 
 

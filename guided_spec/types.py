@@ -7,12 +7,12 @@ D draft vocabulary, W = ceil(V / 32) mask words, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from guided_spec.errors import ConfigError
-from guided_spec.kinds import require_kind, require_one_of
+from guided_spec.errors import ConfigError, UnknownOptionError
+from guided_spec.kinds import nearest_names, require_kind, require_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
@@ -263,6 +263,15 @@ class SamplingParams:
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
 
 
+def require_no_sampling(name: str, value: object) -> None:
+    """Raise UnknownOptionError for an option that is one of ``SamplingParams``, by any name."""
+    known = [one.name for one in fields(SamplingParams)]
+    near = [name] if name in known else nearest_names(name, known, cutoff=0.8)
+    if near:
+        fix = f"belongs to a request: pass params=SamplingParams({near[0]}=...)"
+        raise UnknownOptionError(name, value, fix)
+
+
 def require_int(name: str, value: object, *, low: int, high: int = MAX_INTEGER) -> None:
     """Raise ConfigError, naming the argument, for what is no int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -299,6 +308,8 @@ def _read_ids(name: str, values: Iterable[Any], most: int) -> tuple[int, ...]:
 
 
 def _read_stop(given: str | Iterable[Any]) -> tuple[str, ...]:
+    if isinstance(given, bytes) or not isinstance(given, str | Iterable):
+        raise ConfigError("stop", given, "must be a str, or a list of them")
     found = _read_list("stop", [given] if isinstance(given, str) else given, MAX_STOP_STRINGS)
     for text in found:
         if not isinstance(text, str) or not text:

@@ -12,18 +12,18 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "cli": 1_575,  # 5 more: what of a schema is refused in tags
-    "engine": 5_950,
+    "engine": 6_140,  # 150 more: forms beside tools, checks before loading
     "evaluate": 1_020,
-    "grammar": 16_540,  # 1,240 more: arrays of unique items, by a filter
+    "grammar": 16_900,  # unique items by a filter, calls or a form, fields at every depth, workers
     "integrations": 8_190,  # 10 more: what a filter would enforce is refused inside vLLM
     "masks": 1_750,
-    "models": 10_460,
+    "models": 10_470,
     "ops": 7_520,
-    "proposers": 3_140,
-    "server": 3_610,
+    "proposers": 3_170,  # 30 more: which of them take a draft
+    "server": 4_160,  # 550 more: Anthropic's messages, fields at every depth
     "trace": 760,
     "training": 6_430,
-    ".": 2_090,
+    ".": 2_170,  # 60 more: the nearest known names
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
+from guided_spec.engine.reasoning import Reasoning, ReasoningState
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import BEGINNINGS, FINAL_CHANNEL
+from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
     BegunText,
     MarkedText,
@@ -27,7 +29,6 @@ from guided_spec.grammar.tools.format import (
     Tool,
     ToolCall,
     ToolRules,
-    begun_length,
     read_choice,
     read_tools,
     tool_dicts,
@@ -38,84 +39,10 @@ from guided_spec.grammar.tools.formats import (
     find_tool_format,
     get_tool_format,
 )
+from guided_spec.grammar.value import parse_value
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds
-from guided_spec.types import SamplingParams, TokenLogprobs
-
-ReasoningState = Literal["unopened", "open", "closed"]
-
-
-class SplitText(NamedTuple):
-    """reasoning: None where the text has none. answer: what follows it."""
-
-    reasoning: str | None
-    answer: str
-
-
-class Reasoning(NamedTuple):
-    """How a model family writes its reasoning: between ``begin`` and ``end``."""
-
-    begin: str
-    end: str
-
-    @classmethod
-    def of_template(cls, template: str) -> Reasoning | None:
-        """By the first end that a chat template holds; None where it holds none."""
-        for end, begin in BEGINNINGS.items():
-            if end in template:
-                return cls(begin, end)
-        return None
-
-    def state_after(self, prompt: str) -> ReasoningState:
-        """Whether a rendered prompt has opened or closed the reasoning, or left it to the model."""
-        prompt = prompt.rstrip()
-        if prompt.endswith(self.begin):
-            return "open"
-        return "closed" if prompt.endswith(self.end) else "unopened"
-
-    def before(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Structural tags for ``content`` after optional reasoning."""
-        block = {"type": "tag", "begin": self.begin, "content": {"type": "any_text"}}
-        return {
-            "type": "sequence",
-            "elements": [
-                {"type": "optional", "content": {**block, "end": self.end}},
-                *self.after(content),
-            ],
-        }
-
-    @staticmethod
-    def after(content: dict[str, Any]) -> list[dict[str, Any]]:
-        """The elements of a sequence that follows the end: empty lines, and the content."""
-        return [{"type": "regex", "pattern": "\\n{0,2}"}, content]
-
-    def split(self, text: str, state: ReasoningState, marks: MarkedText) -> SplitText:
-        """Split a text read by ``marks``, whose prompt left the reasoning in ``state``.
-
-        Reasoning that was cut off before its end is all of the text.
-        """
-        begin, end = marks.mark(self.begin), marks.mark(self.end)
-        inner = text.lstrip().removeprefix(begin)
-        has_begun = text.lstrip().startswith(begin)
-        if state == "closed" or (state == "unopened" and not has_begun):
-            return SplitText(None, text)
-        reasoning, _, answer = inner.partition(end)
-        return SplitText(reasoning.strip(), answer.lstrip("\n"))
-
-    def split_begun(self, text: str, state: ReasoningState, marks: MarkedText) -> SplitText:
-        """``split`` of a text that goes on: what is certain of both parts."""
-        begin, end = marks.mark(self.begin), marks.mark(self.end)
-        inner = text.lstrip()
-        if state == "closed" or (state == "unopened" and not begin.startswith(inner[: len(begin)])):
-            return SplitText(None, text)
-        if len(inner) < len(begin) and begin.startswith(inner):
-            return SplitText(None, "")
-        inner = inner.removeprefix(begin)
-        reasoning, is_over, answer = inner.partition(end)
-        if not is_over:
-            reasoning = inner[: len(inner) - begun_length(inner, end)]
-        return SplitText(reasoning.strip(), answer.lstrip("\n"))
-
+from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
 
 ChatFinishReason = Literal["stop", "length", "error", "tool_calls"]
 
@@ -128,7 +55,7 @@ class ChatOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     tool_format: str | None
-    response_format: Mapping[str, Any] | GrammarSpec | None
+    response_format: Any
     chat_template_kwargs: Mapping[str, Any] | None
     params: SamplingParams | None
 
@@ -142,6 +69,7 @@ class ChatCompletion(NamedTuple):
     finish_reason: as a ``Completion`` has it, and "tool_calls" instead of "stop" where there are.
     message: the reply as a message, ready to be appended to the conversation.
     completion: all of the text and its tokens, as ``generate`` returns them.
+    form: of a text without calls, where the request has tools and a form; else None.
     """
 
     text: str
@@ -150,11 +78,25 @@ class ChatCompletion(NamedTuple):
     finish_reason: ChatFinishReason
     message: dict[str, Any]
     completion: Completion
+    form: GrammarSpec | None = None
+
+    @property
+    def was_shortened(self) -> bool:
+        """Whether the budget changed the text, see ``Completion.was_shortened``."""
+        return self.completion.was_shortened
 
     @property
     def parsed(self) -> Any:
-        """The value of an answer under a JSON grammar, see ``Completion.parsed``."""
-        return self.completion.parsed
+        """The value of an answer under a JSON grammar, see ``Completion.parsed``.
+
+        None for calls.
+        """
+        form = self.form
+        if form is None:
+            return self.completion.parsed
+        if self.tool_calls or not self.completion.is_complete or not form.is_json:
+            return None
+        return parse_value(self.text, form.value_type)
 
 
 class ChatOutput(NamedTuple):
@@ -188,6 +130,11 @@ class ChatOutput(NamedTuple):
         return self.completions[0].message
 
     @property
+    def was_shortened(self) -> bool:
+        """Whether the budget changed the text, see ``Completion.was_shortened``."""
+        return self.completions[0].was_shortened
+
+    @property
     def parsed(self) -> Any:
         """The value of an answer under a JSON grammar, see ``Completion.parsed``."""
         return self.completions[0].parsed
@@ -201,7 +148,7 @@ class ChatOutput(NamedTuple):
 class _Reader(NamedTuple):
     """Splits the texts generated for one prompt; the counterpart of its grammar."""
 
-    tool_format: ToolFormat | None
+    tool_format: ToolFormat | FormedFormat | None
     tools: Sequence[Tool]
     reasoning: Reasoning | None
     state: ReasoningState
@@ -225,6 +172,17 @@ class _Reader(NamedTuple):
             return BegunText(text, (), reasoning)
         begun = self.tool_format.read_begun(text, self.tools, self.marks)
         return begun if self.reasoning is None else begun._replace(reasoning=reasoning)
+
+    def with_form(self, form: GrammarSpec | None) -> _Reader:
+        """The reader of texts that are calls, or else of this form; None for any text."""
+        if form is None or isinstance(self.tool_format, FormedFormat | None):
+            return self
+        return self._replace(tool_format=FormedFormat(self.tool_format, form))
+
+    @property
+    def form(self) -> GrammarSpec | None:
+        """What a text without calls is of, beside tools."""
+        return self.tool_format.form if isinstance(self.tool_format, FormedFormat) else None
 
     def _shown(self, reasoning: str | None) -> str | None:
         return None if reasoning is None else self.marks.show(reasoning)
@@ -257,7 +215,8 @@ class ChatRequest(NamedTuple):
         if calls and reason == "stop":
             reason = "tool_calls"
         message = self._message(text, calls, reasoning)
-        return ChatCompletion(text, reasoning, calls, reason, message, completion)
+        form = self.reader.form
+        return ChatCompletion(text, reasoning, calls, reason, message, completion, form)
 
     def before_stop(self, marked: str, visible: int) -> str:
         """A text that the marks have read, of which ``visible`` characters are shown.
@@ -307,7 +266,12 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, options: ChatOptions
     ) -> ChatRequest:
         """Render, constrain and encode a conversation. Raises ConfigError and PromptError."""
-        require_kinds(options, get_type_hints(ChatOptions))
+        kinds = get_type_hints(ChatOptions)
+        for name, value in options.items():
+            if name not in kinds:
+                require_no_sampling(name, value)
+        require_kinds(options, kinds)
+        asked = _asked(options)
         variables = dict(options.get("chat_template_kwargs") or {})
         listed = tool_dicts(tools) if tools else None
         prompt = self._render(messages, {**variables, "tools": listed})
@@ -318,7 +282,9 @@ class Chat:
         reader = self._reader(template, prompt, left, options)
         is_parallel = options.get("parallel_tool_calls", True)
         rules = ToolRules(left, choice, is_parallel, self._stop_names())
-        params = _params(options, rules, reader)
+        if choice == "auto":
+            reader = reader.with_form(asked.form)
+        params = replace(asked.params, grammar=_grammar(asked, rules, reader))
         reader = _after_own_marker(reader, params.grammar)
         if choice == "none":
             reader = reader._replace(tools=())
@@ -362,28 +328,40 @@ class Chat:
         return frozenset(name for name, token in self._vocabulary.added_tokens if token in stops)
 
 
-def _params(options: ChatOptions, rules: ToolRules, reader: _Reader) -> SamplingParams:
-    """The sampling parameters, with the grammar that the tools or the response format make."""
+class _Asked(NamedTuple):
+    """What the options ask for.
+
+    form: of the answer, None for free text. is_format: whether it is a ``response_format``.
+    """
+
+    params: SamplingParams
+    form: GrammarSpec | None
+    is_format: bool
+
+
+def _asked(options: ChatOptions) -> _Asked:
     params = options.get("params") or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ConfigError("params", params, "must be a SamplingParams")
     if params.echo:
         raise ConfigError("params.echo", params.echo, "a chat returns the answer; leave it out")
     response_format = options.get("response_format")
-    grammar = params.grammar
-    if response_format is not None:
-        if grammar is not None:
-            fix = "params have a grammar already; leave one of the two out"
-            raise ConfigError("response_format", response_format, fix)
-        grammar = GrammarSpec.from_response_format(response_format)
-        if grammar is not None and _marker(reader) is not None:
-            grammar = grammar.after(_marker(reader))
-    if not rules.tools or reader.tool_format is None or (rules.choice == "none" and grammar):
-        return replace(params, grammar=grammar)
-    if grammar is not None:
-        fix = 'tools bring a grammar; leave one of the two out, or pass tool_choice="none"'
-        raise ConfigError("tools", [tool.name for tool in rules.tools], fix)
-    return replace(params, grammar=_tool_grammar(rules, reader, reader.tool_format))
+    if response_format is None:
+        return _Asked(params, params.grammar, is_format=False)
+    if params.grammar is not None:
+        fix = "params have a grammar already; leave one of the two out"
+        raise ConfigError("response_format", response_format, fix)
+    return _Asked(params, GrammarSpec.from_response_format(response_format), is_format=True)
+
+
+def _grammar(asked: _Asked, rules: ToolRules, reader: _Reader) -> GrammarSpec | None:
+    """What tools and form make of the text; None for free text."""
+    form = asked.form
+    if not rules.tools or reader.tool_format is None or (rules.choice == "none" and form):
+        if form is not None and asked.is_format and _marker(reader) is not None:
+            return form.after(_marker(reader))
+        return form
+    return _tool_grammar(rules, reader, reader.tool_format)
 
 
 def _marker(reader: _Reader) -> str | None:
@@ -393,13 +371,15 @@ def _marker(reader: _Reader) -> str | None:
     return reader.reasoning.end if reader.reasoning and reader.state == "open" else None
 
 
-def _tool_grammar(rules: ToolRules, reader: _Reader, tool_format: ToolFormat) -> GrammarSpec:
+def _tool_grammar(
+    rules: ToolRules, reader: _Reader, tool_format: ToolFormat | FormedFormat
+) -> GrammarSpec:
     content = tool_format.content(rules)
     reasoning = reader.reasoning
     if reasoning is not None and reader.state == "unopened":
         content = reasoning.before(content)
     if reasoning is not None and reader.state == "open":
-        content = {"type": "sequence", "elements": reasoning.after(content)}
+        content = reasoning.after(content)
     spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
     marker = reasoning.end if reasoning is not None and reader.state == "open" else None
     return spec if marker is None else spec.after(marker)

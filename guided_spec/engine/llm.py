@@ -42,6 +42,7 @@ from guided_spec.engine.outputs import (
     achunks,
     cancel_all,
     match_params,
+    read_params,
 )
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
@@ -55,6 +56,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
+from guided_spec.proposers import takes_draft
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import SamplingParams, sample_seed
 
@@ -136,15 +138,18 @@ class LLM(Homebound):
     def generate(
         self,
         prompts: Prompts,
-        params: Params = None,
+        params: Params | Any = None,
         *,
+        grammar: Any = None,
         on_error: OnError = "raise",
         progress: bool = False,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
-        params: one for all prompts, or one for each; None is ``default_params``.
+        params: one for all prompts, or one for each; None is ``default_params``. A type such as a
+            pydantic model, or a GrammarSpec, is these with that ``grammar``.
+        grammar: of all prompts, as ``SamplingParams`` takes it.
         on_error: "raise" raises the error of a request that fails before its first token, such as a
             refused schema or a prompt that is too long, and cancels the others; "return" serves
             these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
@@ -160,7 +165,8 @@ class LLM(Homebound):
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
         with ProgressBar(len(listed) if progress else None) as bar:
-            for chunk in self._stream(listed, params, failures, manner):
+            asked = read_params(params, grammar, self.default_params)
+            for chunk in self._stream(listed, asked, failures, manner):
                 collector.add(chunk)
                 bar.update(chunk)
         return collector.outputs()
@@ -178,8 +184,8 @@ class LLM(Homebound):
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's, or a GrammarSpec. The reply matches it, after any reasoning that
-        the prompt opens.
+        response_format: OpenAI's, a GrammarSpec, or a type such as a pydantic model. The reply
+        matches it, after any reasoning that the prompt opens; beside tools it is a call instead.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
@@ -243,8 +249,9 @@ class LLM(Homebound):
     def stream(
         self,
         prompts: Prompts,
-        params: Params = None,
+        params: Params | Any = None,
         *,
+        grammar: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> Iterator[Chunk]:
@@ -252,11 +259,12 @@ class LLM(Homebound):
 
         on_error: "raise" raises the first request's error and cancels the others; "return" leaves
         it to the ``completion`` of that request's last chunk.
-        trace: as for ``generate``.
+        grammar, trace: as for ``generate``.
         """
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
-        return self._stream(split_prompts(prompts), params, failures, manner)
+        asked = read_params(params, grammar, self.default_params)
+        return self._stream(split_prompts(prompts), asked, failures, manner)
 
     def _stream(
         self, prompts: list[Prompt], params: Params, failures: Failures, manner: Manner
@@ -276,8 +284,9 @@ class LLM(Homebound):
     async def agenerate(
         self,
         prompts: Prompts,
-        params: Params = None,
+        params: Params | Any = None,
         *,
+        grammar: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> list[RequestOutput]:
@@ -286,7 +295,8 @@ class LLM(Homebound):
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        matched = match_params(self.default_params if params is None else params, len(listed))
+        asked = read_params(params, grammar, self.default_params)
+        matched = match_params(asked, len(listed))
         submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         stream = achunks(submit, listed, matched, failures, manner)
         async with aclosing(stream) as chunks:
@@ -297,8 +307,9 @@ class LLM(Homebound):
     async def astream(
         self,
         prompts: Prompts,
-        params: Params = None,
+        params: Params | Any = None,
         *,
+        grammar: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
@@ -306,7 +317,8 @@ class LLM(Homebound):
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=True, is_traced=trace)
-        matched = match_params(self.default_params if params is None else params, len(listed))
+        asked = read_params(params, grammar, self.default_params)
+        matched = match_params(asked, len(listed))
         submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         # Closed here: else the requests would run until the garbage collector comes by.
         stream = achunks(submit, listed, matched, failures, manner)
@@ -376,7 +388,8 @@ class LLM(Homebound):
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         settings["max_model_len"] = self.max_model_len  # although less memory is free by now
-        draft = self._draft if draft is None else draft
+        if draft is None and takes_draft(proposer):
+            draft = self._draft
         settings |= changes
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
         return LLM(self.model, proposer, draft=draft, **settings)
@@ -398,6 +411,10 @@ class LLM(Homebound):
     def close(self) -> None:
         """Cancel what runs and free the engine's thread."""
         self._close()
+
+    def __repr__(self) -> str:
+        """Model, proposer, device and memory."""
+        return f"LLM({self._runner.setup.about})"
 
     def __enter__(self) -> LLM:
         return self

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin
 
 from guided_spec.engine.prompt import Prompt
 from guided_spec.errors import ConfigError, GuidedSpecError
@@ -21,6 +23,8 @@ from guided_spec.home import once_per_process
 from guided_spec.kinds import require_one_of
 from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import SamplingParams, TokenLogprobs
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -161,6 +165,14 @@ class Completion(NamedTuple):
     trace: Trace | None = None
 
     @property
+    def was_shortened(self) -> bool:
+        """Whether the budget took tokens out of masks: with more of it the text may be another.
+
+        A value in it may then be cut short, such as a number of a telephone.
+        """
+        return self.stats.steered > 0
+
+    @property
     def parsed(self) -> Any:
         """The value of ``answer`` if it is complete and its grammar is JSON, else None.
 
@@ -202,6 +214,11 @@ class RequestOutput(NamedTuple):
     def stats(self) -> RequestStats:
         """What speculation did."""
         return self.completions[0].stats
+
+    @property
+    def was_shortened(self) -> bool:
+        """Whether the budget changed the text, see ``Completion.was_shortened``."""
+        return self.completions[0].was_shortened
 
     @property
     def is_complete(self) -> bool:
@@ -316,6 +333,38 @@ class Failures(NamedTuple):
 def _is_raised(on_error: str) -> bool:
     require_one_of("on_error", on_error, get_args(OnError))
     return on_error == "raise"
+
+
+@cache
+def warn_of_shortening() -> None:
+    """Say once in a process that a text was shortened, and how to see which ones are."""
+    _LOG.warning(
+        "a text was ended early to be whole within max_tokens, so that values in it may be cut "
+        "short; its output has was_shortened=True. This is said once: allow more tokens"
+    )
+
+
+def read_params(
+    params: Any, grammar: Any, default: SamplingParams
+) -> SamplingParams | Sequence[SamplingParams]:
+    """The parameters of a call, with its grammar.
+
+    params: a grammar too, where it is a type or a GrammarSpec; None is ``default``. Raises
+    ConfigError for two grammars.
+    """
+    if isinstance(params, type | GrammarSpec | re.Pattern) or get_origin(params) is not None:
+        if grammar is not None:
+            raise ConfigError("grammar", grammar, "params is a grammar too; leave one of them out")
+        params, grammar = None, params
+    asked: SamplingParams | Sequence[SamplingParams] = default if params is None else params
+    if grammar is None:
+        return asked
+    is_one = not isinstance(asked, Sequence)
+    listed = match_params(asked, len(asked) if isinstance(asked, Sequence) else 1)
+    if any(one.grammar is not None for one in listed):
+        raise ConfigError("grammar", grammar, "params have one too; leave one of them out")
+    changed = [replace(one, grammar=grammar) for one in listed]
+    return changed[0] if is_one else changed
 
 
 def match_params(

@@ -132,7 +132,10 @@ class PromptEncoder:
         if not _is_chat(messages):
             raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
         if not getattr(self._tokenizer, "chat_template", None) and "chat_template" not in variables:
-            raise PromptError("prompt is a chat, but the tokenizer has no chat template: pass text")
+            raise PromptError(
+                "prompt is a chat, but the tokenizer has no chat template: pass text to generate, "
+                'or chat_template_kwargs={"chat_template": ...} to chat, or take a model for chats'
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -9,7 +9,13 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NamedTuple
 
-from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestStats
+from guided_spec.engine.outputs import (
+    Chunk,
+    Completion,
+    FinishReason,
+    RequestStats,
+    warn_of_shortening,
+)
 from guided_spec.errors import GrammarError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -384,6 +390,8 @@ class Request:
             self.stats.tabled = constraint.num_tabled
             self.stats.ends_lost |= int(constraint.has_lost_end)
             self.stats.steered = len(constraint.steered)
+            if constraint.steered and params.grammar is not None:  # no text of a warm-up
+                warn_of_shortening()
         self.stats.stop()
         logprobs = None if params.logprobs is None else self._logprobs
         is_complete = error is None and self._is_whole(reason)

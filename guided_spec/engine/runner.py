@@ -42,6 +42,7 @@ class LoadedModel(Protocol):
 
     model: as ``LLM.model`` shows it; it has a ``generation_config``.
     spell: text to token ids, without special tokens around it.
+    about: model, proposer, device and memory in words.
     """
 
     @property
@@ -62,6 +63,8 @@ class LoadedModel(Protocol):
     def encoder(self) -> PromptEncoder: ...
     @property
     def grammars(self) -> RequestGrammars: ...
+    @property
+    def about(self) -> str: ...
 
 
 class Runner(Protocol):

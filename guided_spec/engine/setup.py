@@ -36,9 +36,10 @@ from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.kinds import require_kinds
+from guided_spec.kinds import require_kinds, require_known
 from guided_spec.masks.rows import launch_table_rows
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
+from guided_spec.models.checkpoint import ADAPTER_CONFIG, check_folder
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 from guided_spec.models.packed.blocks import BLOCK
@@ -46,12 +47,23 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
 from guided_spec.models.slot_lm import SlotLM
-from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
+from guided_spec.models.tokenizer import (
+    TOKENIZER_CONFIG,
+    check_size,
+    end_of_text_ids,
+    load_tokenizer,
+)
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.warm_up import SAMPLINGS, Decisions, launch_all
-from guided_spec.proposers import build_proposer, require_proposer, resolve_auto
+from guided_spec.proposers import (
+    build_proposer,
+    require_draft,
+    require_proposer,
+    resolve_auto,
+)
+from guided_spec.types import require_no_sampling
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
@@ -259,9 +271,8 @@ class Options:
         known = {"tokenizer", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
-                raise ConfigError(
-                    name, value, f"unknown; the options are {', '.join(sorted(known))}"
-                )
+                require_no_sampling(name, value)
+            require_known(name, value, known)
         load = {n: options[n] for n in cls.LOAD_KINDS if options.get(n) is not None}
         require_kinds(load, cls.LOAD_KINDS)
         return cls(
@@ -285,6 +296,7 @@ class Setup:
     encoder: PromptEncoder
     grammars: RequestGrammars
     engine: Engine
+    about: str
 
     @classmethod
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
@@ -295,6 +307,7 @@ class Setup:
         if draft is not None:
             _require_source("draft", draft)
         model = named_model(model)
+        _require_parts(model, proposer, draft, options)
         loaded = _loaded(model, options.load)
         is_bundled = loaded.config.name_or_path == bundled_asset("target")
         if draft == BUNDLED or (draft is None and is_bundled):
@@ -325,6 +338,7 @@ class Setup:
             encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length),
             grammars=grammars,
             engine=engine,
+            about=_about(engine, "bundled" if is_bundled else loaded.config.name_or_path, name),
         )
 
 
@@ -340,6 +354,7 @@ def _largest_graph(config: EngineConfig) -> int:
 
 def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> ProposerContext:
     """What a proposer may use, without what it drafts with."""
+    check_size(tokenizer, target.vocab_size)
     stop_ids = end_of_text_ids(target.model, tokenizer)
     return ProposerContext(
         vocabulary=Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids),
@@ -360,6 +375,18 @@ def _drafter(proposer: str | None, context: ProposerContext) -> str:
     name = resolve_auto(proposer or DEFAULT_PROPOSER, context)
     is_default_on_cuda = proposer is None and context.device.type == "cuda"
     return "eagle3" if is_default_on_cuda and name == CHAIN_OF_GRAPHS else name
+
+
+def _about(engine: Engine, source: str, proposer: str) -> str:
+    """Model, proposer, device and memory, as ``repr(llm)`` shows them."""
+    target = engine.model
+    mebibytes = target.model.get_memory_footprint() / 2**20
+    texts = f"{target.num_slots} slots of {target.max_length} tokens"
+    if target.blocks is not None:
+        texts = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
+    dtype = str(target.dtype).removeprefix("torch.")
+    where = f"device={str(target.device)!r}, dtype={dtype!r}"
+    return f"{source!r}, proposer={proposer!r}, {where}: {mebibytes:,.0f} MiB of weights, {texts}"
 
 
 def _describe(engine: Engine) -> str:
@@ -391,6 +418,21 @@ def _prefix_cache(engine: Engine) -> str:
     if engine.model.has_linear_state:
         return "off (a linear state has no beginning)"
     return "off (the draft head's stock modules keep whole texts)"
+
+
+def _require_parts(model: Any, proposer: str | None, draft: Any, options: Options) -> None:
+    """What is known before anything is loaded: folders that are missing, and a missing draft."""
+    for argument, source, names in (
+        ("model", model, ("config.json", ADAPTER_CONFIG)),
+        ("draft", None if draft == BUNDLED else draft, ("config.json", ADAPTER_CONFIG)),
+        ("tokenizer", options.tokenizer, (TOKENIZER_CONFIG, ADAPTER_CONFIG)),
+    ):
+        if isinstance(source, str | Path):
+            check_folder(argument, source, *names)
+    name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
+    is_bundled = str(name) == bundled_asset("target")
+    if proposer and not (draft is None and is_bundled):
+        require_draft(proposer, draft)
 
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema.lowered import AdditionalProperties
-from guided_spec.kinds import require_field_kinds, require_kind
+from guided_spec.kinds import require_field_kinds, require_kind, require_known_fields
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
@@ -122,6 +123,7 @@ class GrammarSpec:
 
         wanted: a pydantic model, dataclass, TypedDict, Enum, Literal, ``list[...]``, union or any
             other type that pydantic knows, for JSON of that type; a compiled regex without flags;
+            strings in a list, tuple or set, for one of them;
             a JSON schema as a dict; or a spec, which is returned as it is.
 
         The values of finished texts are then instances of the type, see ``Completion.parsed``. A
@@ -136,10 +138,20 @@ class GrammarSpec:
             return cls.regex(regex_of(wanted))
         if isinstance(wanted, Mapping):
             return cls.json_schema(wanted)
+        if isinstance(wanted, list | tuple | set | frozenset):
+            return cls._of_options(wanted)
         if isinstance(wanted, str):
             fix = "text may be of any kind: say which, as GrammarSpec.regex(...) does"
             raise ConfigError("grammar", wanted, fix)
         return replace(cls.json_schema(schema_of(wanted)), value_type=wanted)
+
+    @classmethod
+    def _of_options(cls, wanted: Collection[Any]) -> GrammarSpec:
+        if not wanted or not all(isinstance(option, str) and option for option in wanted):
+            fix = "a list means one of its strings, non-empty ones: for an array pass list[...]"
+            raise ConfigError("grammar", wanted, fix)
+        is_ordered = isinstance(wanted, list | tuple)
+        return cls.choice(list(wanted) if is_ordered else sorted(wanted))
 
     @classmethod
     def json_schema(
@@ -249,34 +261,21 @@ class GrammarSpec:
         return cls("structural_tag", _canonical("tools", tag))
 
     @classmethod
-    def from_response_format(
-        cls, response_format: Mapping[str, Any] | GrammarSpec
-    ) -> GrammarSpec | None:
+    def from_response_format(cls, response_format: Any) -> GrammarSpec | None:
         """The spec of OpenAI's or LMDeploy's ``response_format``; None for ``{"type": "text"}``.
 
-        Takes the types text, json_object, json_schema, regex_schema and structural_tag; a spec is
-        returned as it is. ``name``, ``description`` and ``strict`` are accepted and change nothing:
-        the text always matches.
+        Takes the types text, json_object, json_schema, regex_schema and structural_tag, and what
+        ``of`` takes but for a schema. A ``schema`` may stand in json_object too, and beside the
+        type json_schema. ``name``, ``description`` and ``strict`` are accepted and change nothing:
+        the text always matches. Raises ConfigError for all else, and for any other field.
         """
-        if isinstance(response_format, cls):
-            return response_format
-        if not isinstance(response_format, Mapping):
-            fix = 'must be a dict such as {"type": "json_object"}'
-            raise ConfigError("response_format", response_format, fix)
-        match response_format.get("type"):
-            case "text":
-                return None
-            case "json_object":
-                return cls.json_object()
-            case "json_schema":
-                return cls.json_schema(_schema_member(response_format))
-            case "regex_schema":
-                return cls.regex(_member(response_format, "regex_schema"))
-            case "structural_tag":
-                return cls.structural_tag(response_format)
-            case other:
-                fix = "must be text, json_object, json_schema, regex_schema or structural_tag"
-                raise ConfigError("response_format.type", other, fix)
+        if isinstance(response_format, Mapping):
+            return _of_format(dict(response_format))
+        try:
+            return cls.of(response_format)
+        except ConfigError as error:
+            fix = 'must be a dict such as {"type": "json_object"}, a GrammarSpec or a type'
+            raise ConfigError("response_format", response_format, fix) from error
 
     def after(
         self, marker: str | Sequence[int] | None = None, *, reasoning_budget: int | None = None
@@ -304,12 +303,52 @@ class GrammarSpec:
         return replace(self, backend=backend)
 
 
-def _schema_member(response_format: Mapping[str, Any]) -> Any:
-    wrapper = _member(response_format, "json_schema")
-    if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
-        fix = 'must be a dict such as {"name": "answer", "schema": {...}}'
-        raise ConfigError("response_format.json_schema", wrapper, fix)
-    return wrapper["schema"]
+_NAMES = ("name", "description", "strict")
+_FIELDS: dict[str, Collection[str]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema", "schema", *_NAMES),
+    "regex_schema": ("regex_schema",),
+    "structural_tag": ("format",),
+}
+
+
+def _of_format(given: dict[str, Any]) -> GrammarSpec | None:
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        near = get_close_matches(str(kind), _FIELDS, n=1)
+        meant = f"did you mean {near[0]}? It " if near else ""
+        fix = f"{meant}must be text, json_object, json_schema, regex_schema or structural_tag"
+        if kind is None or kind in ("object", "array", "string"):
+            fix += '; a JSON schema goes into {"type": "json_schema", "json_schema": {"schema": …}}'
+        raise ConfigError("response_format.type", kind, fix)
+    require_known_fields("response_format", given, ("type", *_FIELDS[kind]))
+    match kind:
+        case "text":
+            return None
+        case "regex_schema":
+            return GrammarSpec.regex(_member(given, "regex_schema"))
+        case "structural_tag":
+            return GrammarSpec.structural_tag({"type": kind, "format": _member(given, "format")})
+        case "json_object" if given.get("schema") is None:
+            return GrammarSpec.json_object()
+    return GrammarSpec.json_schema(_schema_member(given))
+
+
+def _schema_member(given: Mapping[str, Any]) -> Any:
+    """The schema, which stands in a member of its own, or beside the type."""
+    wrapper, path = given.get("json_schema"), "response_format.json_schema"
+    schema = given.get("schema")
+    if schema is not None:
+        if wrapper is not None:
+            raise ConfigError(path, wrapper, "there is a schema beside it; leave one out")
+        return schema
+    if isinstance(wrapper, Mapping):
+        require_known_fields(path, wrapper, ("schema", *_NAMES))
+        schema = wrapper.get("schema")
+    if schema is None:
+        raise ConfigError(path, wrapper, 'must be a dict such as {"name": "a", "schema": {...}}')
+    return schema
 
 
 def _member(response_format: Mapping[str, Any], name: str) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_origin
 
 from guided_spec.errors import ConfigError
 
 _TAKES = """pass a GrammarSpec, a type (a pydantic model, dataclass, TypedDict, Enum, Literal, \
-list[...] or union), a compiled regex, or a JSON schema as a dict"""
+list[...] or union), a compiled regex, a list of strings, or a JSON schema as a dict"""
 
 
 def parse_value(text: str, value_type: Any) -> Any:
@@ -47,8 +47,10 @@ def schema_of(value_type: Any) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = _adapter(value_type).json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError("grammar", value_type, f"{reason}; {_TAKES}") from error
+        is_type = isinstance(value_type, type) or get_origin(value_type) is not None
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        fix = f"{reason}; {_TAKES}" if is_type else f"is no grammar: {_TAKES}"
+        raise ConfigError("grammar", value_type, fix) from error
     return schema
 
 

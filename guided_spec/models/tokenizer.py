@@ -57,6 +57,24 @@ def end_of_text_ids(
     return tuple(sorted(found))
 
 
+_LESS, _MORE = (1024, 0.1), (64, 0.01)  # tokens, and the share of all, that may differ
+
+
+def check_size(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise ModelError for a tokenizer that is plainly another model's, by its number of tokens.
+
+    vocab_size: of the model. It may be padded, and the tokenizer may have some tokens that the
+    model does not write.
+    """
+    size = len(tokenizer)
+    least, share = _LESS if size < vocab_size else _MORE
+    if abs(vocab_size - size) > max(least, share * vocab_size):
+        raise ModelError(
+            f"tokenizer={tokenizer.name_or_path!r}: it has {size} tokens and the model writes "
+            f"{vocab_size}, so it is another model's; pass tokenizer= the model's own"
+        )
+
+
 def _tokenizer_of(path: str | Path, options: dict[str, Any]) -> str | Path:
     """Where the tokenizer is: an adapter need not bring it."""
     revision = options.get("revision")

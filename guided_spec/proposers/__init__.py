@@ -48,6 +48,9 @@ PROPOSERS: dict[str, str | Factory] = {
 
 
 _PLAIN = ("ngram", "none", "suffix")  # take no argument after a colon
+_WITHOUT_DRAFT = (*_PLAIN, "grammar_forced")
+# All others may find what they draft with in the target's own checkpoint.
+_WITH_DRAFT = ("dflash", "dflash2", "draft_model", "dspark", "eagle", "eagle3", "p_eagle", "pard")
 
 
 def register_proposer(name: str, factory: str | Factory) -> None:
@@ -78,6 +81,29 @@ def require_proposer(spec: str) -> None:
         if name not in proposer_names():
             raise _unknown(name)
         _require_argument_allowed(name, argument)
+
+
+def require_draft(spec: str, draft: object) -> None:
+    """Raise ConfigError for a draft that nothing in ``spec`` takes, and for one that is missing.
+
+    Plain decoding, "none", takes any: it is what others with that draft are compared to.
+    """
+    if draft is not None and spec != "none" and not takes_draft(spec):
+        fix = f"{spec} drafts without a model: leave draft out, or name a proposer that takes one"
+        raise ConfigError("draft", draft, fix)
+    missing = [name for name in _names(spec) if name in _WITH_DRAFT]
+    if draft is None and missing:
+        fix = f"{missing[0]} drafts with a model: name its folder or hub id, or choose another"
+        raise ConfigError("draft", None, f"{fix} proposer, such as ngram")
+
+
+def takes_draft(spec: str) -> bool:
+    """Whether something in ``spec`` may take a draft."""
+    return not all(name in _WITHOUT_DRAFT for name in _names(spec))
+
+
+def _names(spec: str) -> list[str]:
+    return [member.partition(":")[0] for member in spec.removeprefix("chain:").split("+")]
 
 
 def _require_argument_allowed(name: str, argument: str) -> None:

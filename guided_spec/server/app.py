@@ -25,6 +25,8 @@ from pydantic import BaseModel
 import guided_spec
 from guided_spec.server.connection import BoundedConnection
 from guided_spec.server.drain import Drain, StoppableRequests
+from guided_spec.server.endpoints.anthropic import MessageBody, MessagesHandler
+from guided_spec.server.endpoints.anthropic_bodies import MessagesBody
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -196,16 +198,24 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         handler = await service.workers.run(lambda: ResponseHandler(service, body))
         return await _answered(request, body, handler)
 
+    @app.post("/v1/messages", responses=_documented(MessageBody))
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        """Reply to a conversation, in the form of Anthropic's interface."""
+        handler = await service.workers.run(lambda: MessagesHandler(service, body))
+        return await _answered(request, body, handler, error_name="error")
+
 
 async def _answered(
     request: Request,
-    body: ChatBody | CompletionBody | ResponsesBody,
-    handler: ChatHandler | CompletionHandler | ResponseHandler,
+    body: ChatBody | CompletionBody | ResponsesBody | MessagesBody,
+    handler: ChatHandler | CompletionHandler | ResponseHandler | MessagesHandler,
     last: bytes = b"",
+    *,
+    error_name: str | None = None,
 ) -> Response:
-    """The whole reply, or events if the body asks for a stream, which ``last`` ends."""
+    """The whole reply, or events if the body asks for a stream, see ``open_stream``."""
     if body.stream:
-        return await open_stream(request, handler.events(), last)
+        return await open_stream(request, handler.events(), last, error_name=error_name)
     return await whole_reply(request, handler.whole())
 
 

@@ -23,6 +23,7 @@ from guided_spec.errors import (
     PromptError,
     PromptTooLongError,
     RequestCancelledError,
+    UnknownOptionError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
@@ -36,6 +37,7 @@ _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (PromptError, "invalid_prompt", None),
     (BudgetTooSmallError, "budget_too_small", "max_tokens"),
     (NoTokenLeftError, "no_token_left", "logit_bias"),
+    (UnknownOptionError, "unknown_parameter", None),
     (ConfigError, "invalid_value", None),
 )
 """The code and the argument of errors that the client can mend; the first that fits."""
@@ -74,9 +76,10 @@ class ApiError(Exception):
         return kinds.get(self.status, other)
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's JSON object."""
+        """The error as OpenAI's JSON object, and as Anthropic's."""
         inner = {"message": self.message, "type": self.kind, "param": self.param}
-        return {"error": {**inner, "code": self.code}}
+        # The first field is Anthropic's.
+        return {"type": "error", "error": {**inner, "code": self.code}}
 
     def response(self) -> Response:
         """The error as an HTTP response."""
@@ -133,8 +136,11 @@ def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
 
 def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
     path = fault.param or ""
-    name = names.get(re.split(r"[.\[]", path)[0])
+    first = re.split(r"[.\[]", path)[0]
+    name, rest = names.get(first), path[len(first) :]
     if name is not None:
+        if rest.startswith("."):  # the parts of an item that the client did not send so
+            name, rest = name + rest, ""
         fault.message = re.sub(f"^{re.escape(path)}[^=: ]*", name, fault.message)
         fault.param = name
     return fault

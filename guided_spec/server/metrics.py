@@ -119,6 +119,7 @@ class Tally:
 
     prompt_tokens: of each prompt once. cached_tokens: those found in the prefix cache.
     first_seconds: from the arrival to the first token; None before it.
+    num_shortened: texts that were ended early to be whole within their budget.
     finish_reasons, steps, drafted_tokens, accepted_tokens: of the texts that have ended.
     """
 
@@ -129,6 +130,7 @@ class Tally:
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
         self.first_seconds: float | None = None
         self.finish_reasons: list[str] = []
+        self.num_shortened = 0
         self.steps = self.drafted_tokens = self.accepted_tokens = 0
 
     def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -155,6 +157,7 @@ class Tally:
             metrics.count_sample(chunk.completion)
             stats = chunk.completion.stats
             self.finish_reasons.append(chunk.completion.finish_reason)
+            self.num_shortened += chunk.completion.was_shortened
             self.steps += stats.steps
             self.drafted_tokens += sum(stats.drafted)
             self.accepted_tokens += sum(stats.accepted)

@@ -108,13 +108,15 @@ class RequiredKey:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
         is_closed = scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
-        if is_closed and self._digests and not self._is_known(_bearer(scope)):
-            fix = "send the header Authorization: Bearer KEY with a key of this server"
+        if is_closed and self._digests and not self._is_known(_key_of(scope)):
+            fix = (
+                "send the header Authorization: Bearer KEY, or x-api-key, with a key of this server"
+            )
             fault = ApiError(401, fix, code="invalid_api_key")
             fault.headers["WWW-Authenticate"] = "Bearer"
             await fault.response()(scope, receive, send)
             return
-        CALLER.set(_digest(_bearer(scope)).hex() if self._digests else "")
+        CALLER.set(_digest(_key_of(scope)).hex() if self._digests else "")
         await self._app(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
@@ -221,10 +223,11 @@ async def _refuse(fault: ApiError, scope: Message, receive: Receive, send: Send)
     await fault.response()(scope, receive, send)
 
 
-def _bearer(scope: Message) -> bytes:
-    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-    scheme, _, key = header.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+def _key_of(scope: Message) -> bytes:
+    """The key as OpenAI's clients send it, or as Anthropic's do."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _digest(key: bytes) -> bytes:

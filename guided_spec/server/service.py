@@ -143,7 +143,7 @@ class Service:
         self._slots = Slots(llm.load.num_slots)
         self.started = int(time.time())
         template = llm.tokenizer.chat_template
-        self.knows_developer = isinstance(template, str) and "developer" in template
+        self.template = "".join(template.values()) if isinstance(template, dict) else template or ""
         self._token_names = {token: name for name, token in llm.vocabulary.added_tokens}
         shown = max(map(len, llm.vocabulary.text_bytes))
         self._longest_token = max(shown, *map(len, self._token_names.values()), 1)

@@ -22,8 +22,12 @@ _CLIENT_LEFT = Response(status_code=499)  # nobody reads it
 
 def event(reply: BaseModel, name: str | None = None) -> bytes:
     """One server-sent event."""
+    return _event(reply.model_dump(), name)
+
+
+def _event(value: Any, name: str | None) -> bytes:
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {_dump(reply.model_dump())}\n\n".encode("utf-8", "backslashreplace")
+    return f"{head}data: {_dump(value)}\n\n".encode("utf-8", "backslashreplace")
 
 
 def _dump(value: Any) -> str:
@@ -37,11 +41,15 @@ async def whole_reply(request: Request, work: Coroutine[Any, Any, BaseModel]) ->
 
 
 async def open_stream(
-    request: Request, events: AsyncGenerator[bytes, None], last: bytes = b""
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    last: bytes = b"",
+    *,
+    error_name: str | None = None,
 ) -> Response:
     """The events as they come. What fails before the first one is raised.
 
-    last: ends the stream, also after an error.
+    last: ends the stream, also after an error. error_name: of the event of an error.
     """
     try:
         first = await _unless_left(request, anext(events, b""))
@@ -51,7 +59,7 @@ async def open_stream(
     if first is None:
         await events.aclose()
         return _CLIENT_LEFT
-    return EventStream(first, events, last)
+    return EventStream(first, events, last, error_name)
 
 
 async def _unless_left(request: Request, work: Any) -> Any:
@@ -86,12 +94,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], last: bytes) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        last: bytes,
+        error_name: str | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
         self._last = last
+        self._error_name = error_name
         self._has_begun = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -132,7 +147,7 @@ class EventStream(Response):
 
     async def _send_end(self, send: Send, fault: ApiError | None) -> None:
         if fault is not None:
-            await send(_body(_failure(fault)))
+            await send(_body(_failure(fault, self._error_name)))
         await send(_body(self._last, more_body=False))
 
 
@@ -140,6 +155,6 @@ def _body(piece: bytes, *, more_body: bool = True) -> Message:
     return {"type": "http.response.body", "body": piece, "more_body": more_body}
 
 
-def _failure(fault: ApiError) -> bytes:
+def _failure(fault: ApiError, name: str | None) -> bytes:
     current_span().record_status(fault.status, fault.code or fault.kind)
-    return f"data: {_dump(fault.body())}\n\n".encode("utf-8", "backslashreplace")
+    return _event(fault.body(), name)

@@ -161,6 +161,7 @@ def test_sampling_repeats_with_its_seed(model: str) -> None:
         (("--proposer", "medusa"), "UnknownProposerError: proposer='medusa'"),
         (("--proposer", "draft_model"), "ConfigError: draft=None"),
         (("-k", "99"), "num_draft_tokens=99"),
+        (("--proposer", "ngram", "--draft", "x"), "draft='x': ngram drafts without a model"),
         (("--temperature", "-1"), "temperature=-1"),
         (("--seed", "-1"), "seed=-1"),
         (("--dtype", "float3"), "ModelError: dtype='float3'"),
@@ -176,6 +177,15 @@ def test_errors(
     assert result.stdout == ""
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+def test_no_option_is_advised_that_is_none(model: str) -> None:
+    """The library's error names an argument of Python's; a command has none for it."""
+    result = generate(model, "--regex", "[a-z]{60}")
+    assert result.exit_code == 1
+    shown = " ".join(result.stderr.split())
+    assert shown.startswith("BudgetTooSmallError: --max-tokens=40: the grammar's shortest text")
+    assert "complete" not in shown
 
 
 @pytest.mark.parametrize(

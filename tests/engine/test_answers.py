@@ -15,6 +15,7 @@ from transformers import BatchEncoding
 
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import warn_of_shortening
 from guided_spec.errors import (
     ConfigError,
     GrammarCompileError,
@@ -146,14 +147,31 @@ def test_a_text_that_was_steered_to_its_end_ended_by_its_length(llm: LLM) -> Non
     steered = llm.generate("A", SamplingParams(max_tokens=9, grammar=words))[0]
     assert steered.stats.steered
     assert (steered.finish_reason, steered.is_complete) == ("length", True)
+    assert steered.was_shortened
     cut = SamplingParams(max_tokens=9, grammar=GrammarSpec.regex("[a-z ]{40}"), complete=False)
     output = llm.generate("A", cut)[0]
     assert (output.finish_reason, output.is_complete) == ("length", False)
     short = llm.generate("A", SamplingParams(max_tokens=50, grammar=GrammarSpec.regex("[ab]")))[0]
     assert (short.finish_reason, short.is_complete) == ("stop", True)
+    assert not short.was_shortened
     whole = SamplingParams(max_tokens=4, grammar=GrammarSpec.regex("[a-z]+"), complete=False)
     output = llm.generate("A", whole)[0]  # it could have gone on
     assert (output.finish_reason, output.is_complete) == ("length", True)
+
+
+def test_a_number_that_was_cut_short_says_so(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a text is whole, and its value is wrong: the log says it once, each output always."""
+    number = GrammarSpec.json_schema({"type": "string", "pattern": "^[0-9]{3,}$"})
+    warn_of_shortening.cache_clear()
+    with caplog.at_level("WARNING"):
+        outputs = [
+            llm.generate("A", SamplingParams(max_tokens=most, grammar=number))[0]
+            for most in (7, 8, 9)
+        ]
+    assert all(one.is_complete and one.was_shortened for one in outputs)
+    assert [len(one.text) for one in outputs] == sorted({len(one.text) for one in outputs})
+    said = [one.message for one in caplog.records if "was_shortened" in one.message]
+    assert len(said) == 1
 
 
 def test_free_texts_are_complete_where_the_model_ends_them(llm: LLM) -> None:

@@ -240,8 +240,6 @@ JSON = {"type": "json_object"}
         (TOOLS, options("{{ messages[0].content }}"), "does not render tools"),
         (TOOLS, options(TEMPLATES["hermes"], tool_format="x"), "tool_format='x'"),
         (TOOLS, options(TEMPLATES["hermes"], tool_choice="x"), "tool_choice='x'.*light, off"),
-        (TOOLS, options(TEMPLATES["hermes"], params=GRAMMAR), "tools bring a grammar"),
-        (TOOLS, options(TEMPLATES["hermes"], response_format=JSON), "tools bring a grammar"),
         (None, options(TEMPLATES["hermes"], response_format=JSON, params=GRAMMAR), "leave one"),
         (None, options(TEMPLATES["hermes"], params=SamplingParams(echo=True)), "params.echo"),
         (None, options(TEMPLATES["hermes"], params={"echo": True}), "must be a SamplingParams"),

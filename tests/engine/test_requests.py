@@ -187,7 +187,7 @@ def test_parameters_for_each_prompt_or_for_all(llm: LLM) -> None:
         with pytest.raises(ConfigError, match="one SamplingParams, or 2: one for each prompt"):
             llm.generate(["x", "y"], wrong)
     with pytest.raises(ConfigError, match="must be a SamplingParams, or a list of them"):
-        llm.generate(["x", "y"], [a, None])  # type: ignore[list-item]
+        llm.generate(["x", "y"], [a, None])
 
 
 def test_compiling_ahead_leaves_broken_grammars_to_their_requests(llm: LLM) -> None:

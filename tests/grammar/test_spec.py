@@ -81,7 +81,7 @@ def test_response_formats(response_format: dict[str, Any], spec: GrammarSpec | N
         lambda: GrammarSpec.structural_tag([]),
         lambda: GrammarSpec("xml", ""),  # type: ignore[arg-type]
         lambda: GrammarSpec("regex", "a", any_whitespace=True),
-        lambda: GrammarSpec.from_response_format("json"),  # type: ignore[arg-type]
+        lambda: GrammarSpec.from_response_format("json"),
         lambda: GrammarSpec.from_response_format({}),
         lambda: GrammarSpec.from_response_format({"type": "json_schema"}),
         lambda: GrammarSpec.from_response_format({"type": "json_schema", "json_schema": {}}),

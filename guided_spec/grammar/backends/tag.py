@@ -11,33 +11,69 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+from xgrammar import structural_tag
+
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.schema.values import values_within
-from guided_spec.grammar.tools.format import either, in_sequence, literal
+from guided_spec.grammar.tools.format import OWNER, either, in_sequence, literal
 from guided_spec.grammar.vocabulary import Vocabulary
 
 _PLAIN = {"type", "json_schema", "style"}
 
 
-def prepare_tag(tag: Any) -> Any:
-    """The tag as the backend enforces it. Raises GrammarCompileError and what is below it."""
+_FIELDS: dict[str, frozenset[str]] = {
+    kind.model_fields["type"].default: frozenset(kind.model_fields)
+    for kind in vars(structural_tag).values()
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and "type" in kind.model_fields
+}
+"""What each kind of format has. xgrammar 0.2.9 leaves other fields out without a word."""
+
+
+def prepare_tag(tag: Any, path: str = "") -> Any:
+    """The tag as the backend enforces it. Raises GrammarCompileError and what is below it.
+
+    path: of the tag, for errors. ``OWNER`` of a schema says in them whose schema it is.
+    """
     if isinstance(tag, list):
-        return [prepare_tag(part) for part in tag]
+        return [prepare_tag(part, f"{path}[{at}]") for at, part in enumerate(tag)]
     if not isinstance(tag, dict):
         return tag
+    _check_fields(tag, path)
     prepared = {}
     for key, value in tag.items():
         if key in ("json_schema", "schema") and isinstance(value, dict | bool):
-            prepared[key] = prepare_schema(value)
+            prepared[key] = _prepared_schema(value, tag.get(OWNER))
             _check_options(tag)
         elif key == "pattern" and tag.get("type") == "regex" and isinstance(value, str):
             prepared[key] = to_fullmatch(value)
-        else:
-            prepared[key] = prepare_tag(value)
+        elif key != OWNER:
+            prepared[key] = prepare_tag(value, f"{path}.{key}" if path else key)
     return prepared
+
+
+def _prepared_schema(schema: Any, owner: Any) -> Any:
+    try:
+        return prepare_schema(schema)
+    except GrammarCompileError as error:
+        if owner is not None:
+            error.args = (f"{owner}: {error}",)
+        raise
+
+
+def _check_fields(tag: dict[str, Any], path: str) -> None:
+    kind = tag.get("type", "tag")
+    known = _FIELDS.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    unknown = [name for name in tag if known and name not in known and name != OWNER]
+    if unknown:
+        listed = ", ".join(sorted(known))
+        raise GrammarCompileError(
+            f"the structural_tag has {path and f'{path}.'}{unknown[0]}, which a {kind} does not "
+            f"have; leave it out: it has {listed}"
+        )
 
 
 def bound_whitespace(tag: Any) -> Any:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import jsonschema
@@ -101,6 +102,20 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
             waiting += value
 
 
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def _type_fault(given: Any) -> str | None:
+    """What is wrong with a type that is none; None where something else is."""
+    listed = given if isinstance(given, list) else [given]
+    wrong = [one for one in listed if isinstance(one, str) and one not in _TYPES]
+    if not wrong:
+        return None
+    near = get_close_matches(wrong[0].lower(), _TYPES, n=1)
+    meant = f", did you mean {near[0]!r}?" if near else ":"
+    return f"{wrong[0]!r} is no type{meant} the types are {', '.join(_TYPES)}"
+
+
 def _compiles(pattern: str) -> bool:
     # Under (?i) ``re`` looks at every character of a range.
     spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if _ANY_CASE.search(pattern) else 0))
@@ -183,7 +198,9 @@ def _broken_schemas() -> Iterator[None]:
         yield
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])
-        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
+        reason = _type_fault(error.instance) if pointer.endswith("/type") else None
+        reason = reason or error.message
+        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {reason}") from error
     except RecursionError as error:
         raise GrammarCompileError(_TOO_DEEP) from error
     except (re.error, OverflowError) as error:

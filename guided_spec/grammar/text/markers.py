@@ -229,8 +229,10 @@ class Markers:
             if marker in self._chat_template:
                 return marker
         known = ", ".join(DEFAULT_MARKERS)
+        holds = "holds none that is known" if self._chat_template else "is not there to name one"
         raise GrammarCompileError(
-            f"no marker: the chat template holds none of {known}; name it: after(marker)"
+            f"after() names no marker, and the chat template {holds} ({known}); name the text that "
+            "ends the reasoning, as in after('</think>')"
         )
 
     def find(self, start: Start) -> Marker:

@@ -11,10 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_known_fields
 
 ToolChoice = Literal["auto", "required", "none", "named"]
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+# The last one is transformers', and for chat templates.
+_OF_FUNCTION = ("name", "description", "parameters", "strict", "return")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -71,6 +74,10 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
     Raises ConfigError.
     """
     name = tool_choice
+    if isinstance(tool_choice, Mapping):
+        require_known_fields("tool_choice", tool_choice, ("type", "function"))
+        if isinstance(tool_choice.get("function"), Mapping):
+            require_known_fields("tool_choice.function", tool_choice["function"], ("name",))
     match tool_choice:
         case "auto" | "none":
             return ("auto" if tool_choice == "auto" and tools else "none"), tools
@@ -123,9 +130,11 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
     if tool.get("type") != "function" or function is None:
         fix = 'must be {"type": "function", "function": {"name": ..., "parameters": {...}}}'
         raise ConfigError(place, tool, fix)
+    require_known_fields(place, tool, ("type", "function"))
     place = f"{place}.function"
     if not isinstance(function, Mapping):
         raise ConfigError(place, function, 'must be a dict with "name" and "parameters"')
+    require_known_fields(place, function, _OF_FUNCTION)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{place}.name", name, "must be 1 to 64 letters, digits, _, . or -")
@@ -136,6 +145,15 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
         fix = f"of the tool {name!r}: must be a JSON schema, a dict"
         raise ConfigError(f"{place}.parameters", parameters, fix)
     return Tool(name, parameters or {"type": "object"})
+
+
+_HEADER = 256  # letters in which the name of a call stands
+
+
+def tools_named(tools: Sequence[Tool], text: str, at: int) -> list[Tool]:
+    """Those whose names stand soon after an index: a client may bring hundreds of them."""
+    near = text[at : at + _HEADER]
+    return [tool for tool in tools if tool.name in near]
 
 
 def begun_length(text: str, literal: str) -> int:
@@ -240,6 +258,10 @@ _ROOT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs",
 _ROOT_KEYS |= {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
 
 
+OWNER = "owner"
+"""A field that our tags add to a schema: whose schema it is, in the words of an error."""
+
+
 class Arguments(NamedTuple):
     """Arguments that were read. end: where in the text they end."""
 
@@ -262,6 +284,12 @@ def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}
 
 
+def schema_content(tool: Tool, schema: Any, key: str | None = None) -> dict[str, Any]:
+    """A part of a structural tag: JSON under a tool's schema, or that of its argument ``key``."""
+    owner = f"the tool {tool.name!r}" + ("" if key is None else f", argument {key!r}")
+    return {"type": "json_schema", "json_schema": schema, OWNER: owner}
+
+
 def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
     """The format of a tool's arguments in a structural tag.
 
@@ -272,13 +300,13 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
     Raises ConfigError for a schema that cannot be written so.
     """
     if argument is None:
-        return {"type": "json_schema", "json_schema": tool.parameters}
+        return schema_content(tool, tool.parameters)
     _check_root(tool)
     required = tool.parameters.get("required", [])
     elements = []
     for key, schema in tool.parameters.get("properties", {}).items():
         begin, end = _around(argument, key)
-        content = _value_content(tool, schema)
+        content = _value_content(tool, key, schema)
         # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
         mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
         one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
@@ -359,9 +387,9 @@ def _options(schema: Mapping[str, Any]) -> list[Any] | None:
     return options if isinstance(options, list) and options else None
 
 
-def _value_content(tool: Tool, schema: Any) -> dict[str, Any]:
+def _value_content(tool: Tool, key: str, schema: Any) -> dict[str, Any]:
     if not _is_raw(schema):
-        return {"type": "json_schema", "json_schema": _with_definitions(tool, schema)}
+        return schema_content(tool, _with_definitions(tool, schema), key)
     options = _options(schema)
     if options is not None:
         return either([literal(option) for option in options])
@@ -434,9 +462,11 @@ class ToolRules(NamedTuple):
     tools: those that may be called; with the choice "named" there is one.
     is_parallel: whether several calls may be made in one text.
     stop_names: added tokens that end the text, by name.
+    form: of a text without calls, as a part of a structural tag; None for free text.
     """
 
     tools: Sequence[Tool]
     choice: ToolChoice = "auto"
     is_parallel: bool = True
     stop_names: frozenset[str] = frozenset()
+    form: dict[str, Any] | None = None

@@ -25,6 +25,8 @@ from guided_spec.grammar.tools.format import (
     literal,
     read_arguments,
     read_json,
+    schema_content,
+    tools_named,
 )
 from guided_spec.kinds import require_one_of
 
@@ -75,12 +77,17 @@ class DelimitedFormat:
             calls = [self._block(calls, rules)]
         if rules.choice == "named":
             return calls[0]
+        is_one = bool(self.opening) or not rules.is_parallel
+        if rules.choice == "required":
+            return _alone(calls, is_one=is_one)
+        if rules.form is not None:
+            return either([_alone(calls, is_one=is_one), rules.form])
         return {
             "type": "triggered_tags",
             "triggers": [self.trigger],
             "tags": calls,
-            "at_least_one": rules.choice == "required",
-            "stop_after_first": bool(self.opening) or not rules.is_parallel,
+            "at_least_one": False,
+            "stop_after_first": is_one,
         }
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
@@ -121,7 +128,7 @@ class DelimitedFormat:
         """A call whose arguments have begun; none where they are not JSON: they come as a whole."""
         if at is None or self.argument is not None:
             return []
-        for tool in tools:
+        for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
             arguments = None if header is None else begun_object(text, header.end)
             if header is not None and arguments is not None:
@@ -169,7 +176,7 @@ class DelimitedFormat:
     def _read_call(
         self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
     ) -> _CallRead | None:
-        for tool in tools:
+        for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
             if header is None:
                 continue
@@ -200,6 +207,15 @@ class DelimitedFormat:
 
     def _around_arguments(self, tool: Tool) -> _Around:
         return _Around(*self.call.replace("{name}", tool.name).split("{arguments}"))
+
+
+def _alone(calls: list[dict[str, Any]], *, is_one: bool) -> dict[str, Any]:
+    """Calls with nothing but line breaks between them."""
+    if is_one:
+        return either(calls)
+    between = {"type": "regex", "pattern": "\\n{0,2}"}
+    more = {"type": "star", "content": in_sequence(between, either(calls))}
+    return in_sequence(either(calls), more)
 
 
 class _Header(NamedTuple):
@@ -253,10 +269,13 @@ class HarmonyFormat:
         """The format of a structural tag. Raises ConfigError naming the tool."""
         last = [_call(tool, rules) for tool in rules.tools if rules.choice != "none"]
         if rules.choice in ("auto", "none"):
-            last.append(in_sequence(literal(_FINAL), {"type": "any_text"}))
+            last.append(in_sequence(literal(_FINAL), rules.form or {"type": "any_text"}))
+        # Commentary is shown, and nothing may stand beside a call that is required, or a form.
+        is_free = rules.choice in ("auto", "none") and rules.form is None
+        begins = (_ANALYSIS, _COMMENTARY) if is_free else (_ANALYSIS,)
         first = [
             {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
-            for begin in (_ANALYSIS, _COMMENTARY)
+            for begin in begins
         ]
         message = in_sequence(either(first), literal(_NEXT))
         return in_sequence({"type": "star", "content": message}, either(last))
@@ -311,7 +330,7 @@ def _read_messages(text: str, marks: MarkedText) -> _Messages:
 
 def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
     headers = [literal(header.replace("{name}", tool.name)) for header in _HEADERS]
-    arguments = {"type": "json_schema", "json_schema": tool.parameters}
+    arguments = schema_content(tool, tool.parameters)
     # As a rule <|call|> ends the text by itself, and then no tag can hold it.
     end = [] if _CALL in rules.stop_names else [literal(_CALL)]
     return in_sequence(either(headers), arguments, *end)
@@ -319,7 +338,7 @@ def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
 
 def _headers_of(text: str, tools: Sequence[Tool], marks: MarkedText) -> Iterator[tuple[Tool, int]]:
     """The tools by whose headers a text begins, and where these end."""
-    for tool, header in itertools.product(tools, _HEADERS):
+    for tool, header in itertools.product(tools_named(tools, text, 0), _HEADERS):
         begin = marks.mark(header.replace("{name}", tool.name))
         if text.startswith(begin):
             yield tool, len(begin)

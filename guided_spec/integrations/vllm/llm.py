@@ -93,6 +93,7 @@ class VllmSetup:
     grammars: RequestGrammars
     facts: sampling.SamplingFacts
     num_slots: int
+    about: str
     num_blocks: int
     reports_drafts: bool
     handed: VllmGrammars
@@ -366,6 +367,7 @@ def _describe(engine: Any, arguments: Arguments) -> VllmSetup:
         grammars=grammars_for_vllm(own, vocabulary, tokenizer, handed),
         facts=sampling.SamplingFacts(drafts, masks, mode, len(stops)),
         num_slots=num_slots,
+        about=f"{model_config.model!r}, proposer={arguments.proposer!r}, engine='vllm'",
         num_blocks=config.cache_config.num_gpu_blocks or 0,
         reports_drafts=given.get(METRICS) == "detailed",
         handed=handed,

@@ -36,16 +36,16 @@ def _require_few(most: int) -> BeforeValidator:
 # short ones costs every step of the engine something, and so every other client.
 _First = Field(fail_fast=True)
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LETTERS)]
-_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 _StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 _BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD)]
 _BadWords = Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 _AllTexts = Annotated[list[str], _First]
 _AllTokens = Annotated[list[int], _First]
-_Objects = Annotated[list[dict[str, Any]], _First]
+Objects = Annotated[list[dict[str, Any]], _First]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Refuses fields that it does not have. What is null is as if it were left out."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -63,14 +63,14 @@ class _Strict(BaseModel):
         return asked
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """OpenAI's ``stream_options``. The second field is accepted and changes nothing."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's ``structured_outputs``: one of these."""
 
     json_: Any = Field(None, alias="json")
@@ -81,7 +81,7 @@ class StructuredOutputs(_Strict):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class _Body(_Strict):
+class _Body(Strict):
     """What all requests for texts have in common. The last group changes nothing."""
 
     model: str | None = None
@@ -107,7 +107,7 @@ class SamplingBody(_Body):
     presence_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], _require_few(1024)] | None = None
     seed: int | None = None
-    stop: _Stop | _Stops | None = None
+    stop: _Stop | Stops | None = None
 
     # vLLM's
     top_k: int | None = None
@@ -140,8 +140,8 @@ class SamplingBody(_Body):
 class ChatBody(SamplingBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: _Objects = Field(min_length=1)
-    tools: _Objects | None = None
+    messages: Objects = Field(min_length=1)
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -162,18 +162,18 @@ class CompletionBody(SamplingBody):
     best_of: int | None = None
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(Strict):
     """``POST /tokenize``: a prompt as completions take it, or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: _Objects | None = Field(None, min_length=1)
-    tools: _Objects | None = None
+    messages: Objects | None = Field(None, min_length=1)
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class ReasoningOptions(_Strict):
+class ReasoningOptions(Strict):
     """OpenAI's ``reasoning``. effort: what the chat template gets as ``reasoning_effort``.
 
     There is no summary here: the reasoning itself is shown.
@@ -186,11 +186,11 @@ class ReasoningOptions(_Strict):
 class ResponsesBody(_Body):
     """``POST /v1/responses``. The last two are accepted and change nothing."""
 
-    input: str | _Objects
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: dict[str, Any] | None = None
-    tools: _Objects | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -199,4 +199,4 @@ class ResponsesBody(_Body):
     truncation: Literal["disabled"] | None = None
 
     include: _AllTexts | None = None
-    stream_options: Any = None
+    stream_options: StreamOptions | None = None

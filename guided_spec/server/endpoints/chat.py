@@ -13,6 +13,7 @@ from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatOptions, Chat
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
 from guided_spec.server.endpoints.bodies import ChatBody
+from guided_spec.server.endpoints.messages import plain_messages, template_variables
 from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
@@ -32,10 +33,8 @@ from guided_spec.server.endpoints.replies import (
 )
 from guided_spec.server.endpoints.sampling import (
     asked_grammar,
-    plain_messages,
     require_length,
     sampling_params,
-    template_variables,
 )
 from guided_spec.server.faults import api_error, named_as_sent
 from guided_spec.server.metrics import Tally
@@ -76,7 +75,9 @@ class ChatRun:
                 raise api_error(error, "messages") from error
             prompts = await service.encode([request.prompt_ids], "messages")
             self._tally.count_prompts(prompts)
-            param = asked.param or ("tools" if body.tools else None)
+            # Of both the message names the one that is at fault.
+            named = {asked.param, "tools" if body.tools else None} - {None}
+            param = named.pop() if len(named) == 1 else None
             is_traced = body.trace is not None
             args = (prompts, request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
@@ -112,7 +113,7 @@ class ChatRun:
             options["parallel_tool_calls"] = body.parallel_tool_calls
         if body.tools:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
-        messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+        messages = plain_messages(body.messages, service.template)
         length = sum(len(message["content"]) for message in messages)
         service.require_length(length, "messages", unit="characters")
         return service.llm.prepare_chat(messages, body.tools or None, **options)

@@ -33,13 +33,22 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+def absent_if_zero() -> Any:
+    """The default of a count that is left out where it is 0."""
+    return Field(0, exclude_if=lambda value: value == 0)
+
+
 class Usage(BaseModel):
-    """Tokens of a request: those of each prompt count once."""
+    """Tokens of a request: those of each prompt count once.
+
+    shortened_texts: those that were ended early to be whole within their budget.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    shortened_texts: int = absent_if_zero()
 
     @classmethod
     def of(cls, tally: Tally) -> Usage:
@@ -49,6 +58,7 @@ class Usage(BaseModel):
             completion_tokens=tally.output_tokens,
             total_tokens=tally.prompt_tokens + tally.output_tokens,
             prompt_tokens_details=PromptDetails(cached_tokens=tally.cached_tokens),
+            shortened_texts=tally.num_shortened,
         )
 
 
@@ -279,13 +289,14 @@ class OutputDetails(BaseModel):
 
 
 class ResponseUsage(BaseModel):
-    """Tokens of a request."""
+    """Tokens of a request, see ``Usage``."""
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    shortened_texts: int = absent_if_zero()
 
 
 class IncompleteDetails(BaseModel):

@@ -9,8 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from guided_spec.engine.chat import ChatChunk, ChatStream, ToolCallDelta
+from guided_spec.kinds import require_known_fields
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun
+from guided_spec.server.endpoints.messages import plain_text
 from guided_spec.server.endpoints.replies import (
     CallItem,
     IncompleteDetails,
@@ -26,7 +28,7 @@ from guided_spec.server.endpoints.replies import (
     ResponseReply,
     ResponseUsage,
 )
-from guided_spec.server.faults import ApiError, invalid_value, named_as_sent, unknown_parameter
+from guided_spec.server.faults import ApiError, invalid_value, named_as_sent
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
@@ -120,6 +122,7 @@ class ResponseHandler:
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=self._items.reasoning_tokens),
             total_tokens=usage.total_tokens,
+            shortened_texts=usage.shortened_texts,
         )
 
 
@@ -264,6 +267,26 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     return ChatBody.model_validate(fields)
 
 
+_ITEM = frozenset({"type", "id", "status"})
+_OF_ITEM = {
+    "message": _ITEM | {"role", "content"},
+    "reasoning": _ITEM | {"content", "summary"},
+    "function_call": _ITEM | {"call_id", "name", "arguments", "parsed_arguments"},
+    "function_call_output": _ITEM | {"call_id", "output"},
+}
+_OF_TOOL = ("name", "description", "parameters", "strict")
+
+
+def _kind_of(item: Mapping[str, Any], where: str) -> Any:
+    """The type of an item, whose fields are looked at."""
+    kind = item.get("type", "message")
+    if isinstance(kind, str) and kind in _OF_ITEM:
+        require_known_fields(where, item, _OF_ITEM[kind])
+    if kind == "reasoning" and item.get("summary"):
+        raise _fault(f"{where}.summary", "is not read here; send content instead")
+    return kind
+
+
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.instructions:
@@ -273,21 +296,19 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     reasoning = ""
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
-        match item.get("type", "message"):
+        match _kind_of(item, where):
             case "message":
-                message = {"role": item.get("role"), "content": item.get("content")}
-                messages.append(message)
+                text = plain_text(item.get("content"), f"{where}.content")
+                messages.append({"role": item.get("role"), "content": text})
             case "reasoning":
-                parts = item.get("content") or []
-                reasoning = "".join(
-                    str(part.get("text", "")) for part in parts if isinstance(part, dict)
-                )
+                reasoning = plain_text(item.get("content"), f"{where}.content")
                 continue
             case "function_call":
                 _add_call(messages, item, where)
             case "function_call_output":
                 known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
-                messages.append({**known, "content": item.get("output")})
+                text = plain_text(item.get("output"), f"{where}.output")
+                messages.append({**known, "content": text})
             case other:
                 raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":
@@ -318,29 +339,27 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = tool.get("type")
         raise _fault(f"tools[{index}].type", f"{kind!r:.40}: only function tools run here")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
+    require_known_fields(f"tools[{index}]", tool, ("type", *_OF_TOOL))
+    return {"type": "function", "function": {n: tool[n] for n in _OF_TOOL if n in tool}}
 
 
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        require_known_fields("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    unknown = sorted(text.keys() - {"format"})
-    if unknown:
-        raise unknown_parameter(f"text.{unknown[0]}")
+    require_known_fields("text", text, ("format",))
     wanted = text.get("format")
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
         raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
-    if wanted.get("type") != "json_schema":
-        return dict(wanted)
-    inner = {name: value for name, value in wanted.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": inner}
+    if wanted.get("type") == "json_schema" and wanted.get("schema") is None:
+        raise _fault("text.format.schema", "must be a JSON schema")
+    return dict(wanted)
 
 
 def _fault(param: str, reason: str) -> ApiError:

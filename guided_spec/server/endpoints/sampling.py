@@ -1,8 +1,8 @@
-"""What a request asks of the engine: sampling parameters, a grammar, and the chat's messages."""
+"""What a request asks of the engine: sampling parameters and a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ def _made(param: str, make: Callable[[Any], GrammarSpec | None], value: Any) -> 
         return make(value)
     except ConfigError as error:
         argument = error.argument if error.argument.startswith(param) else param
-        raise api_error(ConfigError(argument, error.value, error.fix)) from error
+        raise api_error(type(error)(argument, error.value, error.fix)) from error
     except GuidedSpecError as error:
         raise api_error(error, param) from error
 
@@ -127,56 +127,3 @@ _MAKERS: Mapping[str, Callable[[Any], GrammarSpec | None]] = {
     "guided_choice": GrammarSpec.choice,
     "guided_grammar": _grammar,
 }
-
-
-def plain_messages(
-    messages: Sequence[Mapping[str, Any]], *, knows_developer: bool
-) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text for content, and roles that they know.
-
-    knows_developer: whether the template has this role; else it is "system". Raises ApiError.
-    """
-    read = []
-    for index, message in enumerate(messages):
-        role = message.get("role")
-        if not isinstance(role, str):
-            path = f"messages[{index}].role"
-            raise invalid_value(f"{path}: must be a str", path)
-        if role == "developer" and not knows_developer:
-            role = "system"
-        content = _text(message.get("content"), f"messages[{index}].content")
-        read.append({**message, "role": role, "content": content})
-    return read
-
-
-def template_variables(
-    given: Mapping[str, Any] | None, reserved: Collection[str]
-) -> dict[str, Any]:
-    """What a client tells the chat template.
-
-    reserved: names that are not the template's. Raises ApiError for one of them: "chat_template"
-    would be a program of the client's.
-    """
-    for name in given or {}:
-        if name in reserved:
-            param = f"chat_template_kwargs.{name}"
-            message = f"{param}: clients cannot bring one of their own; leave it out"
-            raise invalid_value(message, "chat_template_kwargs")
-    return dict(given or {})
-
-
-def _text(content: Any, path: str) -> str:
-    """Content that is text, in one piece or several."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid_value(f"{path}: must be text", path)
-    pieces = []
-    for at, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            message = f"{path}[{at}]: this model reads text, not {kind!r:.40}"
-            raise invalid_value(message, path)
-        pieces.append(text)
-    return "".join(pieces)

@@ -8,8 +8,8 @@ from fastapi.responses import Response
 
 from guided_spec.engine.chat import ChatOptions
 from guided_spec.server.endpoints.bodies import TokenizeBody
+from guided_spec.server.endpoints.messages import plain_messages, template_variables
 from guided_spec.server.endpoints.replies import TokenizeReply
-from guided_spec.server.endpoints.sampling import plain_messages, template_variables
 from guided_spec.server.faults import invalid_value, json_response
 from guided_spec.server.service import Service
 
@@ -29,7 +29,7 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
 
 def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
     assert body.messages is not None  # as the caller knows
-    messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+    messages = plain_messages(body.messages, service.template)
     length = sum(len(message["content"]) for message in messages)
     service.require_length(length, "messages", unit="characters")
     variables = template_variables(body.chat_template_kwargs, service.template_arguments)

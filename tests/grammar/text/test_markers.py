@@ -109,7 +109,7 @@ def test_special_tokens_are_found_by_id_and_others_skipped() -> None:
         ((EOS + 1,), "the vocabulary has"),
         ("xyz", "no token of the vocabulary writes 'xyz'"),
         ("\ud800", "not text"),
-        (None, "chat template holds none.*after"),
+        (None, "chat template is not there.*after"),
     ],
 )
 def test_markers_that_cannot_be_written_are_refused(

@@ -40,7 +40,7 @@ ARGUMENTS = '{"on": true, "room": "the hall"}'
 
 def follow(found: Side, token_ids: list[int]) -> list[BegunText]:
     """What is certain behind each token; checks that nothing is taken back."""
-    reader, known, written = found.marks.reader(), TOOL_FORMATS[found.name], ""
+    reader, known, written = found.marks.reader(), found.known, ""
     seen = [BegunText("")]
     for token_id in token_ids:
         written += reader.feed([token_id])

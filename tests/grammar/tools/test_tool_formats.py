@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.chat import Reasoning
-from guided_spec.errors import ConfigError
+from guided_spec.engine.reasoning import Reasoning
+from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import BEGINNINGS
+from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
     MarkedText,
     ReadText,
@@ -28,7 +30,12 @@ from guided_spec.grammar.tools.format import (
     read_choice,
     read_tools,
 )
-from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.tools.formats import (
+    TOOL_FORMATS,
+    ToolFormat,
+    find_tool_format,
+    get_tool_format,
+)
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.chat_templates import PLAIN, TEMPLATES
 from tests.masks.walks import BYTES
@@ -68,19 +75,29 @@ class Side(NamedTuple):
     marks: MarkedText
     tools: list[Tool]
     name: str
+    known: ToolFormat | FormedFormat
 
     def read(self, token_ids: list[int]) -> ReadText:
-        return TOOL_FORMATS[self.name].read(self.marks.read(token_ids), self.tools, self.marks)
+        return self.known.read(self.marks.read(token_ids), self.tools, self.marks)
 
 
-def side(name: str, kind: str, tools: list[Any], choice: Any, *, parallel: bool = True) -> Side:
-    known, shared = TOOL_FORMATS[name], vocabulary(kind)
+def side(
+    name: str,
+    kind: str,
+    tools: list[Any],
+    choice: Any,
+    *,
+    parallel: bool = True,
+    form: GrammarSpec | None = None,
+) -> Side:
+    plain, shared = TOOL_FORMATS[name], vocabulary(kind)
+    known = plain if form is None else FormedFormat(plain, form)
     stops = frozenset(n for n, token in shared.added_tokens if token in shared.stop_token_ids)
     wanted, left = read_choice(choice, read_tools(tools))
     content = known.content(ToolRules(left, wanted, parallel, stops))
     spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
     marks = MarkedText(shared, known.literals)
-    return Side(BACKENDS[kind].compile(spec), marks, list(left), name)
+    return Side(BACKENDS[kind].compile(spec), marks, list(left), name, known)
 
 
 def walk(found: Side, kind: str, seed: int, wander: int) -> list[int]:
@@ -355,3 +372,105 @@ def test_json_in_tags_has_fixed_whitespace() -> None:
         matcher = compiled.new_matcher()
         assert all(map(matcher.accept_token, [*text.encode(), EOS])) == is_taken
         assert json.loads(text)["on"] is True
+
+
+def light(name: str, schema: Any = LIGHT) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def whole(name: str, text: str, kind: str = "tokens") -> list[int]:
+    """With what ends a call in this format."""
+    return spell(text + ("<|call|>" if name == "harmony" else ""), kind)
+
+
+def takes(found: Side, token_ids: list[int]) -> bool:
+    matcher = found.compiled.new_matcher()
+    return all(map(matcher.accept_token, [*token_ids, EOS])) and matcher.is_terminated()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_required_stands_alone(name: str) -> None:
+    text = CALLS[name].replace("%", '{"on": true}')
+    call = whole(name, text)
+    found = side(name, "tokens", LIGHTS, "required")
+    assert takes(found, call)
+    before, after = [*b"Well. "], [*b" Done."]
+    if name == "harmony":
+        before = spell("<|channel|>commentary<|message|>Well.<|end|><|start|>assistant", "tokens")
+    assert not takes(found, [*before, *call])
+    assert not takes(found, [*call, *after])
+    free = side(name, "tokens", LIGHTS, "auto")
+    assert takes(free, [*before, *call])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_with_dots_are_names(name: str) -> None:
+    text = CALLS[name].replace("light", "house.light-2").replace("%", '{"on": true}')
+    found = side(name, "tokens", [light("house_light-2"), light("house.light-2")], "required")
+    assert takes(found, whole(name, text))
+    assert [call.name for call in found.read(whole(name, text)).calls] == ["house.light-2"]
+
+
+@pytest.mark.parametrize("schema", [{"type": "object", "properties": {}}, {}, None])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_without_arguments(name: str, schema: Any) -> None:
+    text = CALLS[name].replace("%", "{}")
+    text = re.sub(r"<(parameter|arg_key).*</(parameter|arg_value)>\n?", "", text, flags=re.DOTALL)
+    found = side(name, "tokens", [light("light", schema)], "required")
+    assert takes(found, whole(name, text)), text
+    (call,) = found.read(whole(name, text)).calls
+    assert call.arguments == {}
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "qwen3_coder", "harmony"])
+def test_hundreds_of_tools_cost_little_to_read(name: str) -> None:
+    """A server reads every piece of every stream so, on the loop of all its clients."""
+    seconds = []
+    for count in (5, 500):
+        tools = read_tools([light(f"tool_{at}") for at in range(count)])
+        known, marks = (
+            TOOL_FORMATS[name],
+            MarkedText(vocabulary("tokens"), TOOL_FORMATS[name].literals),
+        )
+        arguments = '{"on": true, "room": "%s"}' % ("hall " * 40)
+        text = CALLS[name].replace("light", f"tool_{count - 1}").replace("%", arguments)
+        written = marks.read(spell(text, "tokens"))
+        assert [call.name for call in known.read(written, tools, marks).calls] == [
+            f"tool_{count - 1}"
+        ]
+        spent = []
+        for _ in range(9):
+            began = time.process_time()
+            known.read_begun(written, tools, marks)
+            spent.append(time.process_time() - began)
+        seconds.append(min(spent))
+    assert seconds[1] < 20 * max(seconds[0], 5e-5)
+
+
+def test_five_hundred_tools_compile() -> None:
+    found = side("hermes", "tokens", [light(f"tool_{at}") for at in range(500)], "auto")
+    call = CALLS["hermes"].replace("light", "tool_499").replace("%", '{"on": true}')
+    assert takes(found, spell(f"Well. {call}", "tokens"))
+    assert not takes(found, spell(call.replace("tool_499", "tool_500"), "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hermes", "the tool 'sort': .*\n.*/properties/k: uniqueItems"),
+        ("harmony", "the tool 'sort': .*\n.*/properties/k: uniqueItems"),
+        (
+            "glm_4_5",
+            "the tool 'sort', argument 'k': .*\n.*/: uniqueItems|argument 'k'.*uniqueItems",
+        ),
+    ],
+)
+def test_a_refusal_names_the_tool_and_the_argument(name: str, reason: str) -> None:
+    unique = {"type": "array", "items": {"type": "number"}, "uniqueItems": True}
+    tools = [light("light"), light("sort", _object({"k": unique}, []))]
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        side(name, "bytes", tools, "auto")
+    assert re.search(reason, str(caught.value), re.DOTALL)
+    wrong = light("sort", {"type": "object", "properties": {"k": {"type": "strnig"}}})
+    with pytest.raises(GrammarCompileError, match="^the tool 'sort'.*'strnig' is no type"):
+        side(name, "bytes", [wrong], "auto")

@@ -93,13 +93,14 @@ def row(matcher: GrammarMatcher) -> set[int]:
 
 
 TEXTS = ("", "hi", LIGHT, RAIN, f"so {LIGHT} and", LIGHT + "\n" + RAIN, WRONG, "<tool_call>x")
+TEXTS_AFTER = (f"{LIGHT} and", f"{LIGHT}\n")
 EXPECTED: list[tuple[Any, bool, str]] = [
-    ("auto", True, "111111.."),
-    ("auto", False, "1111...."),
-    ("required", True, "..11.1.."),
-    ("required", False, "..11...."),
-    ("none", True, "11......"),
-    (NAMED, True, "..1....."),
+    ("auto", True, "111111..11"),
+    ("auto", False, "1111......"),
+    ("required", True, "..11.1...."),
+    ("required", False, "..11......"),
+    ("none", True, "11........"),
+    (NAMED, True, "..1......."),
 ]
 
 
@@ -108,7 +109,7 @@ EXPECTED: list[tuple[Any, bool, str]] = [
 def test_choices(choice: Any, parallel: Any, expected: str, kind: str) -> None:
     spec = GrammarSpec.tools(TOOLS, choice, parallel_tool_calls=parallel)
     compiled = BACKENDS[kind].compile(spec)
-    found = "".join(".1"[takes(compiled, ids(text, kind))] for text in TEXTS)
+    found = "".join(".1"[takes(compiled, ids(text, kind))] for text in (*TEXTS, *TEXTS_AFTER))
     assert found == expected
 
 

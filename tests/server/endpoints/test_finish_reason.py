@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from guided_spec.server.endpoints.chat import finish_reason
-from tests.server.running import ASK, Running
+from tests.server.running import ASK, Contact, Running
 
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": ASK},
@@ -41,3 +42,40 @@ def test_a_text_that_was_cut_off_says_so(
     pieces = [json.loads(line.removeprefix("data: ")) for line in events[:-2]]
     reasons = [piece["choices"][0]["finish_reason"] for piece in pieces]
     assert reasons == [None] * (len(reasons) - 1) + [reason]
+
+
+NUMBER = "[0-9]{3}( [0-9]{3}){2,9}"
+SHORT: dict[str, Any] = {"guided_regex": NUMBER, "max_tokens": 16}
+LONG: dict[str, Any] = {"guided_regex": "[0-9]{3}", "max_tokens": 16}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("path", ASKED)
+def test_the_usage_says_which_texts_were_shortened(served: Running, path: str) -> None:
+    """Whole texts that were ended early: a value in them may be cut short."""
+    body = {**ASKED[path], **SHORT, "n": 2}
+    reply = served.post(path, body).json()
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["length"] * 2
+    assert reply["usage"]["shortened_texts"] == 2
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = served.post(path, {**body, **options}).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["usage"] == reply["usage"]
+    assert "shortened_texts" not in served.post(path, {**ASKED[path], **LONG}).json()["usage"]
+
+
+def test_what_clients_do_with_a_shortened_value(client: openai.OpenAI) -> None:
+    """OpenAI's parses of chats refuse it, and those of responses take it; both can be asked."""
+    asked: dict[str, Any] = {"model": "bundled"}
+    with pytest.raises(openai.LengthFinishReasonError) as caught:
+        client.chat.completions.parse(
+            **asked, messages=ASK, response_format=Contact, max_completion_tokens=20
+        )
+    usage: Any = caught.value.completion.usage
+    assert usage.shortened_texts == 1
+    found = client.responses.parse(**asked, input=ASK, text_format=Contact, max_output_tokens=20)
+    assert isinstance(found.output_parsed, Contact)
+    assert found.status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    counted: Any = found.usage
+    assert counted.shortened_texts == 1

@@ -114,7 +114,7 @@ def test_the_shape_is_openai_s(served: Running) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": "json"}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format={}: must be"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
@@ -149,11 +149,15 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
             *("max_output_tokens", "allow at least"),
         ),
         ({"input": "a " * 2000}, "input", "only 1023"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format="),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "does not know it"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "must be",
+        ),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not known here"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            *("input", "input: this model reads text, not 'input_image'"),
+            *("input[0].content", "input[0].content[0]: this model reads text, not 'input_image'"),
         ),
     ],
 )

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from guided_spec.server.endpoints import replies
 
-# Fields that OpenAI's types lack: vLLM's names, and two of ours.
-OURS = {"reasoning_content", "max_model_len", "status", "trace"}
+# Fields that OpenAI's types lack: vLLM's names, and ours.
+OURS = {"reasoning_content", "max_model_len", "status", "trace", "shortened_texts"}
 PAIRS: list[tuple[type[BaseModel], type[BaseModel]]] = [
     (replies.ChatReply, ChatCompletion),
     (replies.ChatChunkReply, ChatCompletionChunk),

@@ -1,0 +1,220 @@
+"""``POST /v1/messages``: what Anthropic's clients send, as the chat that it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from guided_spec.kinds import require_known_fields
+from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
+from guided_spec.server.faults import ApiError, invalid_value
+
+CALL = "toolu_"  # before the id that the chat template knows
+_CACHE = "cache_control"  # accepted everywhere, and changes nothing
+_OF_TEXT = ("type", "text", _CACHE, "citations")
+_OF_RESULT = ("type", "tool_use_id", "content", "is_error", _CACHE)
+_OF_USE = ("type", "id", "name", "input", _CACHE, "caller")
+_OF_THOUGHT = ("type", "thinking", "signature")
+_OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE)
+
+
+class MessagesBody(Strict):
+    """The body of ``POST /v1/messages``. The last ones change nothing."""
+
+    model: str | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    max_tokens: int = Field(ge=1)
+    system: str | Objects | None = None
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    metadata: Any = None
+    service_tier: Any = None
+    cache_control: Any = None
+
+
+def as_chat(body: MessagesBody, template: str) -> ChatBody:
+    """The chat that a body asks for.
+
+    template: of the chat, which says whether the model can think. Raises ApiError and
+    UnknownOptionError for what a chat has not.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for index, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{index}]")
+    choice = dict(body.tool_choice or {})
+    is_parallel = None if choice.pop("disable_parallel_tool_use", None) is not True else False
+    output = body.output_config or {}
+    require_known_fields("output_config", output, ("format", "effort"))
+    fields = {
+        "model": body.model,
+        "messages": messages,
+        "tools": None if body.tools is None else [_tool(i, t) for i, t in enumerate(body.tools)],
+        "tool_choice": _choice(choice),
+        "parallel_tool_calls": is_parallel,
+        "max_tokens": body.max_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "response_format": _response_format(output.get("format")),
+        "reasoning_effort": output.get("effort"),
+        "chat_template_kwargs": _thinking(body.thinking, template),
+    }
+    return ChatBody.model_validate(fields)
+
+
+def _response_format(wanted: Any) -> Any:
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        raise _fault("output_config.format", 'must be {"type": "json_schema", "schema": {...}}')
+    require_known_fields("output_config.format", wanted, ("type", "schema"))
+    if wanted.get("schema") is None:
+        raise _fault("output_config.format.schema", "must be a JSON schema")
+    return wanted
+
+
+def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any] | None:
+    """A variable of the template; None where there is nothing to turn on or off."""
+    if wanted is None:
+        return None
+    require_known_fields("thinking", wanted, ("type", "budget_tokens", "display"))
+    kind, is_known = wanted.get("type"), "enable_thinking" in template
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise _fault("thinking.type", "must be enabled, disabled or adaptive")
+    if kind == "enabled" and not is_known:
+        raise _fault("thinking.type", "this model's thinking cannot be turned on; leave it out")
+    is_told = is_known and kind != "adaptive"
+    return {"enable_thinking": kind == "enabled"} if is_told else None
+
+
+def _choice(choice: Mapping[str, Any]) -> Any:
+    require_known_fields("tool_choice", choice, ("type", "name"))
+    match choice:
+        case {"type": "auto" | "none" as kind}:
+            return kind
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    if choice:
+        raise _fault("tool_choice", 'must be of type auto, any or none, or tool with a "name"')
+    return None
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    path = f"tools[{index}]"
+    if tool.get("type") not in (None, "custom"):
+        raise _fault(f"{path}.type", f"{tool['type']!r:.40}: only tools of the client run here")
+    require_known_fields(path, tool, _OF_TOOL)
+    if not isinstance(tool.get("input_schema"), dict):
+        raise _fault(f"{path}.input_schema", "must be a JSON schema")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """The messages of a chat that one of these is: results of tools are messages of their own."""
+    require_known_fields(path, message, ("role", "content"))
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise _fault(f"{path}.role", "must be user or assistant; what the system says is in system")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _fault(f"{path}.content", "must be a str, or a list of blocks")
+    blocks = [(_block(one, f"{path}.content[{at}]"), one) for at, one in enumerate(content)]
+    place = f"{path}.content"
+    return _user(blocks, place) if role == "user" else _assistant(blocks, place)
+
+
+def _block(block: Any, path: str) -> str:
+    """The kind of a block, whose fields are looked at."""
+    kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+    fields = {
+        "text": _OF_TEXT,
+        "tool_result": _OF_RESULT,
+        "tool_use": _OF_USE,
+        "thinking": _OF_THOUGHT,
+    }
+    if kind not in fields:
+        raise _fault(path, f"this model reads text, calls and their results, not {kind!r:.40}")
+    require_known_fields(path, block, fields[kind])
+    for name in ("text", "thinking", "tool_use_id", "id", "name"):
+        if name in fields[kind] and not isinstance(block.get(name), str):
+            raise _fault(f"{path}.{name}", "must be a str")
+    return str(kind)
+
+
+_Blocks = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def _user(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for at, (kind, block) in enumerate(blocks):
+        place = f"{path}[{at}]"
+        if kind == "text":
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": ""})
+            messages[-1]["content"] += block["text"]
+        elif kind == "tool_result":
+            text = _text(block.get("content") or "", f"{place}.content")
+            text = f"error: {text}" if block.get("is_error") else text
+            call = block["tool_use_id"].removeprefix(CALL)
+            messages.append({"role": "tool", "tool_call_id": call, "content": text})
+        else:
+            raise _fault(place, f"{kind!r} is the assistant's")
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _assistant(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for at, (kind, block) in enumerate(blocks):
+        place = f"{path}[{at}]"
+        if kind == "text":
+            message["content"] += block["text"]
+        elif kind == "thinking":
+            thought = message.get("reasoning_content", "")
+            message["reasoning_content"] = thought + block["thinking"]
+        elif kind == "tool_use":
+            if not isinstance(block.get("input"), dict):
+                raise _fault(f"{place}.input", "must be an object")
+            arguments = json.dumps(block["input"], ensure_ascii=False)
+            function = {"name": block["name"], "arguments": arguments}
+            call = {"id": block["id"].removeprefix(CALL), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            raise _fault(place, f"{kind!r} is the user's")
+    return [message]
+
+
+def _text(content: Any, path: str) -> str:
+    """Text in one piece, or in blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _fault(path, "must be a str, or a list of blocks of text")
+    pieces = []
+    for at, block in enumerate(content):
+        if _block(block, f"{path}[{at}]") != "text":
+            raise _fault(f"{path}[{at}]", "must be a block of text")
+        pieces.append(block["text"])
+    return "".join(pieces)
+
+
+def _fault(param: str, reason: str) -> ApiError:
+    return invalid_value(f"{param}: {reason}", param)

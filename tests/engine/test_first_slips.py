@@ -1,0 +1,234 @@
+"""What a newcomer writes first: taken where it has one meaning, else refused in words that help."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from guided_spec.engine.llm import LLM
+from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, UnknownOptionError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.proposers import PROPOSERS, register_proposer
+from guided_spec.types import SamplingParams
+from tests.tiny_llm import make_llm, near_copy, tiny_model
+
+
+class Contact(BaseModel):
+    """A grammar by its type."""
+
+    is_on: bool
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm("llama") as made:
+        yield made
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "given",
+    [Contact, GrammarSpec.json_schema(Contact), Literal["a", "b"], re.compile("a+"), list[bool]],
+    ids=str,
+)
+def test_a_grammar_may_stand_for_the_parameters(llm: LLM, given: Any) -> None:
+    outputs = {
+        llm.generate("on", given)[0].text,
+        llm.generate("on", grammar=given)[0].text,
+        llm.generate("on", SamplingParams(grammar=given))[0].text,
+        llm.generate("on", SamplingParams(), grammar=given)[0].text,
+        llm.generate(["on"], [SamplingParams()], grammar=given)[0].text,
+        "".join(chunk.text for chunk in llm.stream("on", given)),
+        "".join(chunk.text for chunk in llm.stream("on", grammar=given)),
+    }
+    assert len(outputs) == 1
+
+
+def test_its_value_is_parsed(llm: LLM) -> None:
+    assert isinstance(llm.generate("on", Contact)[0].parsed, Contact)
+
+
+def test_asyncio_takes_them_too(llm: LLM) -> None:
+    async def both() -> list[Any]:
+        (output,) = await llm.agenerate("on", grammar=Contact)
+        return [output.parsed, *[chunk.parsed async for chunk in llm.astream("on", Contact)][-1:]]
+
+    one, other = asyncio.run(both())
+    assert one == other
+    assert isinstance(one, Contact)
+
+
+def test_two_grammars_are_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"^grammar=.*params is a grammar too"):
+        llm.generate("on", Contact, grammar=Contact)
+    with pytest.raises(ConfigError, match=r"^grammar=.*params have one too"):
+        llm.generate("on", SamplingParams(grammar=Contact), grammar=Contact)
+
+
+def test_strings_are_a_choice(llm: LLM) -> None:
+    spec = GrammarSpec.choice(["yes", "no"])
+    assert GrammarSpec.of(["yes", "no"]) == GrammarSpec.of(("yes", "no")) == spec
+    assert GrammarSpec.of({"yes", "no"}) == GrammarSpec.choice(["no", "yes"])
+    assert llm.generate("on", grammar=["yes", "no"])[0].text in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: SamplingParams(grammar=5), r"^grammar=5: is no grammar: pass a GrammarSpec"),
+        (lambda: SamplingParams(grammar=["a", 3]), r"^grammar=.*a list means one of its strings"),
+        (lambda: SamplingParams(grammar=[]), r"^grammar=\[\]: a list means one of its strings"),
+        (lambda: SamplingParams(stop=5), r"^stop=5: must be a str, or a list of them$"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop=b"x"), r"^stop=b'x': must be a str"),  # type: ignore[arg-type]
+        (
+            lambda: GrammarSpec.from_response_format({"type": "json_schem"}),
+            r"^response_format.type='json_schem': did you mean json_schema\?",
+        ),
+        (
+            lambda: GrammarSpec.from_response_format({"type": "object", "properties": {}}),
+            r"a JSON schema goes into \{\"type\": \"json_schema\"",
+        ),
+        (
+            lambda: GrammarSpec.from_response_format({"type": "json_object", "schemas": {}}),
+            r"^response_format.schemas=\{\}: is not known here.*did you mean schema\?",
+        ),
+    ],
+)
+def test_values_that_mean_nothing(make: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        make()
+    assert "pydantic-core" not in str(caught.value)
+
+
+def test_a_type_that_is_none_is_named(llm: LLM) -> None:
+    wrong = {"type": "object", "properties": {"a": {"type": ["strnig", "null"]}}}
+    with pytest.raises(GuidedSpecError, match="'/properties/a/type': 'strnig' is no type, did you"):
+        llm.generate("on", grammar=wrong)
+    with pytest.raises(GuidedSpecError, match="at '/type': 'text' is no type: the types are array"):
+        llm.generate("on", grammar={"type": "text"})
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"gpu_memory_utilization": 0.5}, r"=0.5: is no option; did you mean kv_memory_bytes\?"),
+        ({"max_num_seqs": 4}, r"did you mean max_batch_size\?"),
+        ({"torch_dtype": "auto"}, r"did you mean dtype\?"),
+        ({"max_model_length": 4}, r"did you mean max_model_len\?"),
+        ({"batch": 4}, r"did you mean max_batch_size\?"),
+        ({"max_new_tokens": 4}, r"=4: belongs to a request: pass params=SamplingParams\(max_to"),
+        ({"temperature": 1}, r"=1: belongs to a request: pass params=SamplingParams\(temperature="),
+        ({"nothing_like_it": 4}, r"=4: is no option; the names are attn_implementation, "),
+    ],
+)
+def test_options_by_other_names(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnknownOptionError, match=reason):
+        LLM("./nowhere", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_tokens": 4}, r"pass params=SamplingParams\(max_tokens=\.\.\.\)"),
+        ({"response_fromat": Contact}, r"did you mean response_format\?"),
+    ],
+)
+def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
+    with pytest.raises(UnknownOptionError, match=reason):
+        llm.chat([{"role": "user", "content": "on"}], **options)
+
+
+def test_a_chat_without_a_template(llm: LLM) -> None:
+    with pytest.raises(GuidedSpecError, match=r"no chat template: pass text to generate, or chat_"):
+        llm.chat([{"role": "user", "content": "on"}])
+
+
+def test_a_marker_that_nobody_names(llm: LLM) -> None:
+    with pytest.raises(GuidedSpecError, match=r"after\(\) names no marker.*not there to name one"):
+        llm.generate("on", grammar=GrammarSpec.choice(["a"]).after())
+
+
+class _Nothing:
+    """A proposer that forgets its return."""
+
+    aux_hidden_layers = ()
+
+    def __init__(self, context: Any) -> None:
+        del context
+
+    def propose(self, batch: Any, lookahead: Any) -> Any:
+        del batch, lookahead
+
+    def release(self, slots: Any) -> None:
+        del slots
+
+
+def test_a_proposer_that_returns_nothing_is_named() -> None:
+    make: Any = _Nothing
+    register_proposer("nothing", make)
+    try:
+        with make_llm("llama", "nothing") as made:
+            (output,) = made.generate("on", on_error="return")
+        assert "_Nothing.propose(...)=None: propose must return a Draft" in str(output.error)
+    finally:
+        del PROPOSERS["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("org/model", "ngram", "org/draft"), "^draft='org/draft': ngram drafts without a model"),
+        (("org/model", "chain:grammar_forced+suffix", "x"), "^draft='x': chain:grammar_forced"),
+        (("org/model", "eagle3", None), "^draft=None: eagle3 drafts with a model: name its folder"),
+        (("org/model", "chain:ngram+draft_model", None), "^draft=None: draft_model drafts with"),
+        (("./nowhere", None, None), "^model='./nowhere': there is no such folder"),
+        (("org/model", None, "./nowhere"), "^draft='./nowhere': there is no such folder"),
+    ],
+)
+def test_what_is_missing_is_known_before_loading(
+    monkeypatch: pytest.MonkeyPatch, arguments: Any, reason: str
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr("guided_spec.engine.setup.load_model", load)
+    model, proposer, draft = arguments
+    with pytest.raises((ConfigError, ModelError), match=reason):
+        LLM(model, proposer, draft=draft)
+
+
+def test_a_missing_tokenizer_is_known_before_loading(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^tokenizer=.*there is no such folder"):
+        LLM("org/model", tokenizer=str(tmp_path / "none"))
+
+
+def test_another_proposer_takes_the_draft_only_where_it_needs_one() -> None:
+    with make_llm("llama", "draft_model", near_copy("llama")) as made:
+        with made.with_proposer("ngram") as other:
+            assert other.generate("on", SamplingParams(max_tokens=3))[0].text
+        with made.with_proposer("chain:ngram+draft_model") as other:
+            assert other.generate("on", SamplingParams(max_tokens=3))[0].text
+
+
+@pytest.mark.parametrize("num_more", [-100, 3_000])
+def test_a_tokenizer_of_another_model(num_more: int) -> None:
+    """Fewer rows than it has tokens, or far more: models pad by some hundreds at most."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.resize_token_embeddings(380 + num_more, mean_resizing=False)
+    reason = f"it has 380 tokens and the model writes {380 + num_more}, so it is another model's"
+    with pytest.raises(ModelError, match=reason):
+        make_llm(model)
+
+
+def test_what_an_llm_shows(llm: LLM) -> None:
+    shown = repr(llm)
+    assert shown.startswith("LLM('")
+    assert "proposer='none', device='cpu', dtype='float32': " in shown
+    assert re.search(r"[\d,]+ MiB of weights, \d+ (slots|blocks) of \d+ tokens", shown)
