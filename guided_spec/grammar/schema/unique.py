@@ -82,6 +82,7 @@ class _Places:
         self._rules: list[ItemRule] = []
         self._known: dict[frozenset[int], int] = {}
         self._is_full = False
+        self._parts: dict[tuple[int, str | int], Any] = {}  # kept: their ids tell them apart
         self._place([root])
         for place in self._places:  # which grows
             self._rules.append(self._rule(place))
@@ -208,21 +209,36 @@ class _Places:
     def _rule(self, place: _Place) -> ItemRule:
         nodes = place.nodes
         names = dict.fromkeys(name for node in nodes for name in node.get("properties", ()))
+        listed = [value for node in nodes for value in _listed(node) or ()]
+        names |= dict.fromkeys(key for value in listed if isinstance(value, dict) for key in value)
         spend(len(names) * len(nodes))
         keys = {
             name.encode("utf-8", "surrogatepass"): self._place(
-                [part for node in nodes for part in _of_key(node, name)]
+                [part for node in nodes for part in (*_of_key(node, name), self._part(node, name))]
             )
             for name in names
         }
         other = self._place([part for node in nodes for part in _of_key(node, None)])
-        most = max((len(node.get("prefixItems", ())) for node in nodes), default=0)
-        prefix = tuple(self._place([_of_index(node, at) for node in nodes]) for at in range(most))
+        lengths = [len(node.get("prefixItems", ())) for node in nodes]
+        lengths += [len(value) for value in listed if isinstance(value, list)]
+        prefix = tuple(
+            self._place([one(node, at) for node in nodes for one in (_of_index, self._part)])
+            for at in range(max(lengths, default=0))
+        )
         items = self._place([node["items"] for node in nodes if "items" in node])
         # A text may be in any of the branches that lead here: each has to be free.
         is_free = all(_is_free(self._closure([base])) for base in place.bases)
         free_strings = _has_free_strings(nodes)
         return ItemRule(place.is_unique, is_free, free_strings, keys, other, prefix, items)
+
+    def _part(self, node: dict[str, Any], at: str | int) -> Any:
+        """The schema of what the listed values of a node hold at a key or index; None for none."""
+        if _listed(node) is None:
+            return None
+        if (id(node), at) not in self._parts:
+            found = [*_values_at(_listed(node) or (), at)]
+            self._parts[id(node), at] = {"enum": found} if found else None
+        return self._parts[id(node), at]
 
     def _asks(self, node: Any, depth: int) -> bool:
         """Whether an array has unique items wherever ``node`` holds, as far as that is seen."""
@@ -274,6 +290,13 @@ def _of_key(node: dict[str, Any], name: str | None) -> Iterator[Any]:
     elif "additionalProperties" in node:
         yield node["additionalProperties"]
     yield from node.get("patternProperties", {}).values()
+
+
+def _values_at(values: Sequence[Any], at: str | int) -> Iterator[Any]:
+    """What these values hold at a key or index."""
+    if isinstance(at, str):
+        return (value[at] for value in values if isinstance(value, dict) and at in value)
+    return (value[at] for value in values if isinstance(value, list) and at < len(value))
 
 
 def _of_index(node: dict[str, Any], index: int) -> Any:

@@ -146,6 +146,9 @@ def is_near(rules: ItemRules, state: ItemState) -> bool:
         return False
     match state.mode:
         case Mode.VALUE:
+            is_empty = not frame.is_object and not frame.parts  # so that it may be closed at once
+            if is_empty and () in frame.alike:
+                return True
             return bool(state.alike) and not rules[state.place].is_free
         case Mode.WORD:
             return is_long(state.text) or any(_may_be(state.text, one) for one in state.alike)

@@ -513,3 +513,34 @@ def test_values_are_compared_as_json_does() -> None:
     assert canonical([1, {"a": True}]) == canonical([1.0, {"a": True}])
     assert canonical([True]) != canonical([1])
     assert canonical(["true"]) != canonical([True])
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"enum": [None, {"b": None}]},
+        {"enum": [0, {"a": 0}, 1.0, [2, {"c": [3]}]]},
+        {"anyOf": [{"const": {"b": ""}}, {"type": "boolean"}]},
+        {"const": []},
+        {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+        {"anyOf": [{"const": [[1], {"d": 2}]}, {"const": [[1], {"d": 3}]}, {"const": []}]},
+    ],
+)
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_listed_values_with_parts_run_out(name: str, items: Any) -> None:
+    """What is inside of a listed value is listed too, and an array may have to stay empty."""
+    schema = {"type": "array", "items": items, "uniqueItems": True}
+    grammar = find_grammar_backend("backend", name)(BYTES).compile(GrammarSpec.json_schema(schema))
+    for seed in range(30):
+        dice, text, written = random.Random(seed), grammar.new_matcher(), bytearray()
+        while True:
+            legal_ids = ids_of(legal_row(text, BYTES.vocab_size))
+            assert legal_ids, written
+            # To the most items there can be: an end only where nothing else may follow.
+            going_on = [one for one in legal_ids if one not in (EOS, ord("]"))] or legal_ids
+            token_id = dice.choice(going_on)
+            assert text.accept_token(token_id)
+            if token_id == EOS:
+                break
+            written.append(token_id)
+        jsonschema.validate(json.loads(written), schema)
