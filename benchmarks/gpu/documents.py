@@ -27,6 +27,7 @@ from guided_spec.evaluate.measurement import (
     time_items,
     valid_share,
 )
+from guided_spec.proposers import takes_draft
 from guided_spec.types import SamplingParams
 
 DOCUMENT_PROPOSERS = ("none", "ngram", "eagle3", "chain:grammar_forced+eagle3")
@@ -134,7 +135,8 @@ def _make(
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
     options |= {"prefix_cache": False, **plan.options}  # the rehearsal reads the same prompts
     depth = 0 if case.engine == "none" else plan.num_draft_tokens
-    return LLM(subject.model, case.engine, depth, draft=subject.eagle3, **options)
+    draft = subject.eagle3 if takes_draft(case.engine) else None
+    return LLM(subject.model, case.engine, depth, draft=draft, **options)
 
 
 def _judge(

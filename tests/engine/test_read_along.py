@@ -23,6 +23,7 @@ from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS, prompt_tokens_per_step
 from guided_spec.models.packed.graph_pool import SIZES, bucket
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.proposers import takes_draft
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, SamplingParams
 from tests.engine.reads import Read, watch_reads
@@ -62,7 +63,8 @@ def write(
     headed: HeadedTarget, proposer: str, params: list[SamplingParams], **options: Any
 ) -> list[list[Completion]]:
     """More requests than slots, so that prompts come while others decode."""
-    with make_llm(headed.target, proposer, headed.draft, max_batch_size=3, **options) as llm:
+    draft = headed.draft if takes_draft(proposer) else None
+    with make_llm(headed.target, proposer, draft, max_batch_size=3, **options) as llm:
         outputs = llm.generate(PROMPTS, params, on_error="return")
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [list(output.completions) for output in outputs]
