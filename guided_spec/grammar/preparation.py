@@ -85,7 +85,8 @@ class Preparation:
             while len(self._workers.pids) < self._count:
                 self._workers.start_one()
         except GrammarError as error:
-            if not self._workers.is_closed:
+            is_over = self._workers.is_closed or not threading.main_thread().is_alive()
+            if not is_over:  # at the end of the program its workers end too
                 _LOG.warning("grammars are prepared in this process: %s", error)
         with self._lock:
             self._until_start = FEW

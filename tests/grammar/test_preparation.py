@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -30,6 +31,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.ops.mask_words import ids_of
 from tests.masks.walks import BYTES, EOS
+from tests.processes import ROOT
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="workers need POSIX"),
@@ -237,6 +239,28 @@ def test_a_worker_that_takes_too_long_fails_its_request_alone() -> None:
             pipeline.compile(numbered(0))
         assert not pipeline._workers.pids
         assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
+
+
+def test_the_end_of_a_program_is_no_warning() -> None:
+    """Its workers are ended while they start."""
+    program = """
+import time
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
+from tests.masks.walks import BYTES
+backend, endings = XGrammarBackend(BYTES, compile_threads=1), EndingsCache(BYTES)
+pipeline = GrammarPipeline(backend, GrammarLimits(), endings=endings)
+pipeline.warm_up()
+while not pipeline._workers.pids:
+    time.sleep(0.01)
+"""
+    # Not a fork of a process that has imported everything: such a one ends without finalizers.
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -31,7 +31,7 @@ from guided_spec.grammar.text.markers import AfterGrammar, Marker
 from guided_spec.grammar.text.state import new_text
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import bits_of
+from guided_spec.ops.mask_words import bits_of, ids_of
 from tests.grammar.text.test_unique_keys import (
     BACKENDS,
     EOS,
@@ -43,6 +43,7 @@ from tests.grammar.text.test_unique_keys import (
     legal,
 )
 from tests.masks.walks import BYTES
+from tests.masks.walks import EOS as END
 from tests.tiers import examples
 
 ANY: dict[str, Any] = {}
@@ -530,17 +531,16 @@ def test_values_are_compared_as_json_does() -> None:
 def test_listed_values_with_parts_run_out(name: str, items: Any) -> None:
     """What is inside of a listed value is listed too, and an array may have to stay empty."""
     schema = {"type": "array", "items": items, "uniqueItems": True}
-    grammar = find_grammar_backend("backend", name)(BYTES).compile(GrammarSpec.json_schema(schema))
+    grammar = BackendChoice(name, BYTES).compile(GrammarSpec.json_schema(schema))
     for seed in range(30):
         dice, text, written = random.Random(seed), grammar.new_matcher(), bytearray()
         while True:
-            legal_ids = ids_of(legal_row(text, BYTES.vocab_size))
-            assert legal_ids, written
+            found = ids_of(legal_row(text, BYTES.vocab_size))
+            assert found, written
             # To the most items there can be: an end only where nothing else may follow.
-            going_on = [one for one in legal_ids if one not in (EOS, ord("]"))] or legal_ids
-            token_id = dice.choice(going_on)
+            token_id = dice.choice([one for one in found if one not in (END, ord("]"))] or found)
             assert text.accept_token(token_id)
-            if token_id == EOS:
+            if token_id == END:
                 break
             written.append(token_id)
         jsonschema.validate(json.loads(written), schema)
