@@ -39,7 +39,8 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds, require_known
 from guided_spec.masks.rows import launch_table_rows
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
-from guided_spec.models.checkpoint import ADAPTER_CONFIG, check_folder
+from guided_spec.models.checkpoint import looks_local
+from guided_spec.models.gguf import find_gguf
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 from guided_spec.models.packed.blocks import BLOCK
@@ -422,13 +423,13 @@ def _prefix_cache(engine: Engine) -> str:
 
 def _require_parts(model: Any, proposer: str | None, draft: Any, options: Options) -> None:
     """What is known before anything is loaded: folders that are missing, and a missing draft."""
-    for argument, source, names in (
-        ("model", model, ("config.json", ADAPTER_CONFIG)),
-        ("draft", None if draft == BUNDLED else draft, ("config.json", ADAPTER_CONFIG)),
-        ("tokenizer", options.tokenizer, (TOKENIZER_CONFIG, ADAPTER_CONFIG)),
+    for argument, source, needed in (
+        ("model", model, "config.json"),
+        ("draft", None if draft == BUNDLED else draft, "config.json"),
+        ("tokenizer", options.tokenizer, TOKENIZER_CONFIG),
     ):
-        if isinstance(source, str | Path):
-            check_folder(argument, source, *names)
+        if isinstance(source, str | Path) and (looks_local(source) or Path(source).exists()):
+            find_gguf(source, needed, argument=argument)
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
     is_bundled = str(name) == bundled_asset("target")
     if proposer and not (draft is None and is_bundled):
