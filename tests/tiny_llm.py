@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from guided_spec.engine.llm import LLM
+from guided_spec.proposers import takes_draft
 from tests.models.tiny import build
 
 STORIES = Path(__file__).resolve().parent / "data" / "stories"
@@ -66,8 +67,11 @@ def near_copy(name: str, noise: float = 0.015) -> PreTrainedModel:
 def make_llm(model: Any, proposer: str = "none", draft: Any = None, **options: Any) -> LLM:
     """An LLM with small settings; ``model`` may be an architecture's name.
 
-    options: as for ``LLM``; the tiny tokenizer, K=4 and a context of 192 unless told.
+    draft: left out for a proposer that takes none. options: as for ``LLM``; the tiny tokenizer, K=4
+    and a context of 192 unless told.
     """
+    if proposer != "none" and not takes_draft(proposer):
+        draft = None
     if isinstance(model, str) and not model.startswith("/"):
         model = tiny_model(model)
     defaults: dict[str, Any] = {

@@ -20,6 +20,7 @@ import httpx
 from benchmarks.gpu.peers import VLLM_METHODS, VllmEnvironment, end_group, vllm_environment
 from benchmarks.gpu.vllm_peer import engine_arguments
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.proposers import takes_draft
 
 DEFAULT = "default"  # our proposer, where --proposer does not name one
 _VLLM = "vllm"
@@ -106,7 +107,7 @@ def _own_command(name: str, subject: Subject) -> list[str]:
     options: dict[str, Any] = {
         "model": subject.model,
         "proposer": None if name == DEFAULT else name,
-        "draft": subject.draft,
+        "draft": subject.draft if name in (DEFAULT, "none") or takes_draft(name) else None,
         "num-draft-tokens": subject.num_draft_tokens,
         "device": subject.device,
         "dtype": subject.dtype,

@@ -110,9 +110,11 @@ def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
 def _opened(llm: LLM, name: str, draft: str | None) -> Iterator[LLM]:
     """Another LLM on the same weights; the untrained head is written for as long as it is used."""
     from guided_spec.evaluate.acceptance import write_untrained
+    from guided_spec.proposers import takes_draft
 
     if name != UNTRAINED:
-        yield llm.with_proposer(name, draft, drafting="always")
+        own = draft if takes_draft(name) else None
+        yield llm.with_proposer(name, own, drafting="always")
         return
     with TemporaryDirectory() as folder:
         written = write_untrained(draft, llm.model, Path(folder))

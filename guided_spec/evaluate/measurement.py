@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -179,7 +180,9 @@ def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
         case "json_object":
             return _is_valid_json(text, {"type": "object"})
         case "regex":
-            return re.fullmatch(grammar.source, text) is not None
+            with warnings.catch_warnings():  # of "[[", which Python may read otherwise one day
+                warnings.simplefilter("ignore", FutureWarning)
+                return re.fullmatch(grammar.source, text) is not None
         case "choice":
             return text in json.loads(grammar.source)
         case _:

@@ -84,6 +84,7 @@ class FakeEngine:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(MODEL))
         config = AutoConfig.from_pretrained(str(MODEL))
         model = SimpleNamespace(
+            model=args.model,
             hf_config=config,
             max_model_len=args.max_model_len or 256,
             logprobs_mode=args.logprobs_mode or "raw_logprobs",
