@@ -69,7 +69,10 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", RESPONSES),
     ("/tokenize", {name: CHAT[name] for name in ("messages", "tools")}),
     *[("/v1/chat/completions", {**PLAIN, "response_format": form}) for form in FORMATS.values()],
-    ("/v1/completions", {"prompt": "a", "structured_outputs": {"structural_tag": TAG}}),
+    (
+        "/v1/completions",
+        {"prompt": "a", "structured_outputs": {"structural_tag": TAG}, "max_tokens": 9},
+    ),
 ]
 
 
