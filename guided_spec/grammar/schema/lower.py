@@ -18,6 +18,7 @@ from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.dialect import spell
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema.rivals import find_rivals
 from guided_spec.grammar.schema.unique import judge_unique_items
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 from guided_spec.grammar.steps import spend
@@ -73,15 +74,26 @@ def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
     """Each branch with the negations of the others, save those that it excludes anyway."""
     rest = _without(node, "oneOf")
     apart = lowering.disjoint.apart
-    branches = [pair for pair in enumerate(words["oneOf"]) if not apart(pair[1], rest)]
+    branches = words["oneOf"]
+    rivals = find_rivals(branches, rest, lowering.disjoint)
+    possible = {index for index, branch in enumerate(branches) if not apart(branch, rest)}
     chosen = []
-    for index, branch in branches:
+    for index in sorted(possible):
+        branch = branches[index]
         parts = [lowering.positive(branch, at.below("oneOf", index))]
         here = at._replace(types=at.types & lowering.disjoint.types(branch))
-        for other, rival in branches:
-            shared = lowering.disjoint.shared_types(branch, rival, rest) & here.types
-            if other != index and shared:
-                parts.append(lowering.exclude(rival, branch, "oneOf", here, shared))
+        others = frozenset[int]().union(*(rivals[index].get(kind, ()) for kind in here.types))
+        for other in sorted(others & possible - {index}):
+            types = {kind for kind in here.types if other in rivals[index].get(kind, ())}
+            spend(1)
+            if types:
+                types &= lowering.disjoint.shared_types(branch, branches[other], rest)
+            if types:
+                parts.append(
+                    lowering.exclude(branches[other], branch, "oneOf", here, frozenset(types))
+                )
+                # What no value is left of needs to be excluded of no other.
+                here = here._replace(types=here.types & lowering.disjoint.types(parts[-1]))
         chosen.append(join_all(parts))
     return [any_of(chosen)]
 

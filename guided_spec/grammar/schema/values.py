@@ -419,7 +419,7 @@ class Disjointness:
     def _types(self, schema: Any, above: frozenset[int]) -> frozenset[str]:
         """above: the ids of schemas for the same value, of which this one is an option."""
         spend(_OF_DEMANDS)
-        found = self._joined([schema])
+        found = self.demands([schema])
         types = found.types
         for options in found.options:
             if id(options) in above:  # it is an option of itself, which says nothing
@@ -442,7 +442,7 @@ class Disjointness:
         if self.apart(one, other, context):
             return frozenset()
         beside = [] if context is None else [context]
-        left, right = self._joined([one, *beside]), self._joined([other, *beside])
+        left, right = self.demands([one, *beside]), self.demands([other, *beside])
         types = left.types & right.types
         return frozenset(kind for kind in types if not self._apart_as(kind, left, right, _DEPTH))
 
@@ -451,7 +451,7 @@ class Disjointness:
         if depth <= 0 or self._steps > _MOST_STEPS:
             return False
         spend(_OF_PROOF)
-        left, right = self._joined(one), self._joined(other)
+        left, right = self.demands(one), self.demands(other)
         for mine, theirs, all_of_theirs in ((left, right, other), (right, left, one)):
             for options in mine.options:
                 rest = theirs.types
@@ -507,7 +507,8 @@ class Disjointness:
         extras = [schema for names, schema in demands.extras if name not in names]
         return demands.parts.get(name, []) + extras
 
-    def _joined(self, schemas: list[Any]) -> Demands:
+    def demands(self, schemas: list[Any]) -> Demands:
+        """What every value that is valid under all of ``schemas`` fulfils."""
         joined = Demands()
         for schema in schemas:
             self._add(joined, schema, 0)
