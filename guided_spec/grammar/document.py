@@ -313,8 +313,8 @@ class SpecDocument:
         """
         if self.spec.kind == "json_object":
             return Lowered(_ANY_OBJECT, ())
-        additional = self.spec.additional_properties
-        return lower_checked(self.value, additional, filtered=self.is_filtered)
+        additional, strict = self.spec.additional_properties, self.spec.strict
+        return lower_checked(self.value, additional, filtered=self.is_filtered, strict=strict)
 
     @cached_property
     def examined(self) -> Lowered:
@@ -461,9 +461,10 @@ def _without(schema: Any, entry: Unenforced) -> Any:
         node, parent = find(schema, entry.pointer), find(schema, above)
     except LookupError:
         return {}
-    if isinstance(node, dict) and entry.keyword in node:
-        del node[entry.keyword]
-        return schema
+    for keyword in (entry.keyword, "allOf"):  # of whose parts one may hold the keyword
+        if isinstance(node, dict) and keyword in node:
+            del node[keyword]
+            return schema
     if not entry.pointer:
         return {}
     parent[int(key) if isinstance(parent, list) else unescape(key)] = {}

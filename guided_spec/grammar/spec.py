@@ -25,6 +25,7 @@ Unsupported = Literal["error", "rewrite", "warn"]
 KeyOrder = Literal["schema", "any"]
 MAX_MARKER = 128  # letters or tokens: an automaton is made of it when a request is taken in
 _JSON_KINDS = ("json_schema", "json_object")
+_SCHEMA_FIELDS = {"key_order": "schema", "additional_properties": "closed", "strict": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class GrammarSpec:
         declares, in objects that list any and do not say ``additionalProperties`` (nor
         ``unevaluatedProperties``) themselves. "schema" takes the schema at its word: such objects
         are open. Every text is valid in both cases.
+    strict: ``json_schema`` only. A keyword that looks misspelt is refused, not only warned of.
     backend: what compiles it, see ``with_backend``; None leaves that to the engine.
     value_type: the argument of ``of``, for the value of a finished text; None for plain JSON. It
         is no part of the constraint: specs that differ in it alone are equal.
@@ -100,6 +102,7 @@ class GrammarSpec:
     unsupported: Unsupported = field(default="error", repr=False)
     key_order: KeyOrder = field(default="schema", repr=False)
     additional_properties: AdditionalProperties = field(default="closed", repr=False)
+    strict: bool = field(default=False, repr=False)
     backend: GrammarBackendName | None = field(default=None, repr=False)
     value_type: Any = field(default=None, repr=False, compare=False)
 
@@ -108,7 +111,7 @@ class GrammarSpec:
         if self.any_whitespace and self.kind not in _JSON_KINDS:
             fix = "only json_schema and json_object take it; write the whitespace in the grammar"
             raise ConfigError("any_whitespace", self.any_whitespace, fix)
-        for name, plain in (("key_order", "schema"), ("additional_properties", "closed")):
+        for name, plain in _SCHEMA_FIELDS.items():
             if getattr(self, name) != plain and self.kind != "json_schema":
                 raise ConfigError(name, getattr(self, name), "only json_schema takes it")
 
@@ -154,7 +157,7 @@ class GrammarSpec:
         return cls.choice(list(wanted) if is_ordered else sorted(wanted))
 
     @classmethod
-    def json_schema(
+    def json_schema(  # noqa: PLR0913 - each is an option of its own
         cls,
         schema: object,
         *,
@@ -162,6 +165,8 @@ class GrammarSpec:
         unsupported: Unsupported = "error",
         key_order: KeyOrder = "schema",
         additional_properties: AdditionalProperties = "closed",
+        resources: Mapping[str, Any] | None = None,
+        strict: bool = False,
     ) -> GrammarSpec:
         """JSON valid under ``schema``: a dict, a bool, JSON text, or a pydantic model class.
 
@@ -169,6 +174,12 @@ class GrammarSpec:
         ``key_order="any"`` in every order, and no others unless the schema asks for them, or with
         ``additional_properties="schema"`` wherever JSON Schema admits them. ``unsupported`` is for
         schemas that cannot be enforced in full; in a tag, set it with ``dataclasses.replace``.
+
+        resources: other schemas by their URIs, to which ``schema`` may refer; nothing is fetched.
+            Those of them that it needs become a part of ``source``. JSON Schema's metaschemas are
+            known without.
+
+        Raises ConfigError for an argument of the wrong type.
         """
         value_type = None
         if isinstance(schema, type):
@@ -178,6 +189,8 @@ class GrammarSpec:
         if not isinstance(schema, str | bool | Mapping):
             fix = "must be a dict, JSON text, or a pydantic model class"
             raise ConfigError("schema", schema, fix)
+        if resources is not None:
+            schema = _bundled(schema, resources)
         return cls(
             "json_schema",
             _canonical("schema", schema),
@@ -185,6 +198,7 @@ class GrammarSpec:
             unsupported=unsupported,
             key_order=key_order,
             additional_properties=additional_properties,
+            strict=strict,
             value_type=value_type,
         )
 
@@ -355,6 +369,19 @@ def _member(response_format: Mapping[str, Any], name: str) -> Any:
     if name not in response_format:
         raise ConfigError("response_format", response_format, f"must have the key {name!r}")
     return response_format[name]
+
+
+def _bundled(schema: object, resources: object) -> object:
+    from guided_spec.grammar.schema.bundle import bundle  # only here: it loads jsonschema
+
+    if not isinstance(resources, Mapping):
+        raise ConfigError("resources", resources, "must be a dict of JSON schemas by URI")
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return schema  # broken JSON is the compiler's to report
+    return bundle(schema, resources) if isinstance(schema, Mapping) else schema
 
 
 def _canonical(argument: str, value: object) -> str:

@@ -15,6 +15,7 @@ CHANGES: list[dict[str, Any]] = [
     {"key_order": "any"},
     {"additional_properties": "schema"},
     {"unsupported": "rewrite"},
+    {"strict": True},
     {"backend": "llguidance"},
     {"source": "{}"},
 ]

@@ -99,8 +99,10 @@ DEAR: dict[str, Any] = {
     "a tree of oneOf": {"properties": {f"k{i}": _TREE for i in range(3)}, "required": ["k0"]},
     "conditions": conditions(6),
     "negations": negations(7),
-    "wide oneOf": {"oneOf": [{"properties": {f"k{i}": {"minLength": i}}} for i in range(60)]},
-    "oneOf of lists": {"oneOf": [{"enum": [f"{j}{one}" for one in _STRINGS]} for j in range(40)]},
+    "wide oneOf": {"oneOf": [{"pattern": f"a{{{i}}}"} for i in range(60)]},
+    "oneOf of lists": {
+        "oneOf": [{"enum": [*(f"{j}{one}" for one in _STRINGS), f"{j + 1}v0"]} for j in range(80)]
+    },
     "dependent schemas": dependent(30),
     "many prefixes": {"prefixItems": [{"oneOf": [{"type": "string"}, {"maxLength": 3}]}] * 300},
     "values of patterns": {"enum": ["a" * 60 + "b"], "pattern": "^(a+)+$"},

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.regex import readable, spend_on_search
+from guided_spec.grammar.schema.joining import merge
 from guided_spec.grammar.schema.lowered import Report, Unenforced, all_parts, escape, unescape
-from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
+from guided_spec.grammar.schema.values import constant, keep_valid, values_within
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _DEEPEST = 16

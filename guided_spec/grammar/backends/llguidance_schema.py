@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.regex import RE_PARSER, to_search
+from guided_spec.grammar.schema.joining import merge
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,
@@ -23,7 +24,7 @@ from guided_spec.grammar.schema.lowered import (
     escape,
     unescape,
 )
-from guided_spec.grammar.schema.values import keep_valid, merge, values_within
+from guided_spec.grammar.schema.values import keep_valid, values_within
 from guided_spec.grammar.steps import spend, spend_on_value
 
 MOST_ITEMS = 2**14

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+from jsonschema_specifications import REGISTRY
 
 from guided_spec.grammar.regex import spend_on_search
 from guided_spec.grammar.steps import is_limited, spend, spend_on_value
@@ -45,7 +46,7 @@ class ValueCheck:
         self._plain = root
         if isinstance(root, dict):
             self._plain = {key: part for key, part in root.items() if key != "$schema"}
-        self._validator: Any = counting(kind)(self._plain)
+        self._validator: Any = counting(kind)(self._plain, registry=REGISTRY)  # fetches nothing
         self._is_counted: bool | None = None
 
     def is_valid(self, value: Any, schema: Any) -> bool:

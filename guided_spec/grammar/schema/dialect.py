@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
-from referencing import Registry, Resource
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import (
-    DRAFT3,
-    DRAFT4,
-    DRAFT6,
-    DRAFT7,
-    DRAFT201909,
-    DRAFT202012,
-)
 
-from guided_spec.grammar.steps import spend, spend_on_value
+from guided_spec.grammar.steps import spend
 
-# Steps of reading one schema, of indexing a node of the document, and of one reference.
-_OF_SPELLING, _OF_INDEXING, _OF_LOOK_UP = 8, 8, 16
+_OF_SPELLING = 8  # steps of reading one schema
 
 _DRAFTS: dict[Any, int] = {
     jsonschema.Draft3Validator: 3,
@@ -30,10 +18,6 @@ _DRAFTS: dict[Any, int] = {
     jsonschema.Draft7Validator: 7,
     jsonschema.Draft201909Validator: 2019,
     jsonschema.Draft202012Validator: 2020,
-}
-_SPECIFICATIONS: dict[int, Any] = {
-    **{3: DRAFT3, 4: DRAFT4, 6: DRAFT6, 7: DRAFT7},
-    **{2019: DRAFT201909, 2020: DRAFT202012},
 }
 # Keywords by the first draft that knows them; older ones ignore them.
 _SINCE = {
@@ -44,12 +28,129 @@ _SINCE = {
     "prefixItems": 2020,
 }
 _UNTIL = {"dependencies": 7}
+_ONE = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
+    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
 
-def draft_of(schema: Any) -> int:
-    """The draft that ``$schema`` names, 2020 where it names none that is known."""
-    default = jsonschema.Draft202012Validator
-    return _DRAFTS.get(jsonschema.validators.validator_for(schema, default=default), 2020)
+NEWEST = "https://json-schema.org/draft/2020-12/schema"
+"""What a schema is taken for that does not say of which draft it is."""
+_OLDER_NAMES = {
+    4: "http://json-schema.org/draft-04/schema#",
+    2019: "https://json-schema.org/draft/2019-09/schema",
+}
+
+
+def draft_of(schema: Any, default: int = 2020) -> int:
+    """The draft that ``$schema`` names, ``default`` where it names none that is known."""
+    if not isinstance(schema, dict) or "$schema" not in schema:
+        return default
+    return _DRAFTS.get(jsonschema.validators.validator_for(schema, default=None), default)  # type: ignore[arg-type]
+
+
+def with_draft(schema: Any) -> Any:
+    """A schema that names no draft and can only be of an older one, with that one's ``$schema``.
+
+    A bound that is ``exclusiveMinimum: true`` is of draft 4, which OpenAPI 3.0 follows; a list of
+    ``items`` is of 2019-09 or older. Any other schema is returned as it is.
+    """
+    if not isinstance(schema, dict) or "$schema" in schema:
+        return schema
+    is_listed = False
+    stack: list[Any] = [schema]
+    while stack:
+        node = stack.pop()
+        spend(1)
+        if not isinstance(node, dict) or (node is not schema and "$schema" in node):
+            continue
+        if any(_is_flag(node, exclusive) for _, exclusive in _BOUNDS):
+            return {"$schema": _OLDER_NAMES[4], **schema}
+        is_listed |= isinstance(node.get("items"), list) and "prefixItems" not in node
+        stack += [part for _, part in subschemas(node)]
+    return {"$schema": _OLDER_NAMES[2019], **schema} if is_listed else schema
+
+
+def subschemas(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas right below one, in the keywords of any draft, with their JSON pointers."""
+    for keyword in _ONE:
+        if isinstance(node.get(keyword), dict):
+            yield f"/{keyword}", node[keyword]
+    for keyword in _LISTS:
+        if isinstance(node.get(keyword), list):
+            for index, part in enumerate(node[keyword]):
+                yield f"/{keyword}/{index}", part
+    for keyword in _MAPS:
+        yield from _members(f"/{keyword}", node.get(keyword))
+    components = node.get("components")  # of OpenAPI
+    if isinstance(components, dict):
+        yield from _members("/components/schemas", components.get("schemas"))
+
+
+def _members(pointer: str, parts: Any) -> Iterator[tuple[str, Any]]:
+    for name, part in parts.items() if isinstance(parts, dict) else ():
+        token = str(name).replace("~", "~0").replace("/", "~1")
+        yield f"{pointer}/{token}", part
+
+
+def in_newest(schema: Any) -> Any:
+    """A copy of a schema without parts in other dialects, in the keywords of 2020-12.
+
+    It is to be validated as that: references to what has moved are not changed.
+    """
+    if isinstance(schema, list):
+        return [in_newest(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    words = {name: in_newest(part) for name, part in schema.items() if name != "$schema"}
+    for inclusive, exclusive in _BOUNDS:
+        if _is_flag(words, exclusive):
+            _bound(words, inclusive, exclusive)
+    if isinstance(words.get("items"), list) and "prefixItems" not in words:
+        _prefix(words)
+    return words
+
+
+def split_dialects(schema: Any) -> tuple[Any, list[Any]]:
+    """A schema without the parts that name a ``$schema`` of their own, and these, likewise."""
+    inner: list[Any] = []
+
+    def change(value: Any, *, is_root: bool) -> Any:
+        if isinstance(value, list):
+            return [change(part, is_root=False) for part in value]
+        if not isinstance(value, dict):
+            return value
+        if not is_root and isinstance(value.get("$schema"), str):
+            inner.append(change(value, is_root=True))
+            return {}
+        return {name: change(part, is_root=False) for name, part in value.items()}
+
+    if not any("$schema" in node for node in _below(schema)):
+        return schema, inner
+    return change(schema, is_root=True), inner
+
+
+def _below(schema: Any) -> Iterator[dict[str, Any]]:
+    return (node for node in _objects(schema) if node is not schema)
+
+
+def _is_flag(node: dict[str, Any], name: str) -> bool:
+    return isinstance(node.get(name), bool)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        spend(1)
+        if isinstance(part, dict):
+            yield part
+            stack += part.values()
+        elif isinstance(part, list):
+            stack += part
 
 
 def spell(node: dict[str, Any], draft: int, *, strict: bool = False) -> dict[str, Any]:
@@ -67,11 +168,10 @@ def spell(node: dict[str, Any], draft: int, *, strict: bool = False) -> dict[str
             if not _SINCE.get(name, 0) <= draft <= _UNTIL.get(name, draft):
                 del words[name]
     if draft < 6:
-        _bound(words, "minimum", "exclusiveMinimum")
-        _bound(words, "maximum", "exclusiveMaximum")
+        for inclusive, exclusive in _BOUNDS:
+            _bound(words, inclusive, exclusive)
     if draft < 2020 and isinstance(words.get("items"), list):
-        words["prefixItems"] = words.pop("items")
-        words.update({"items": words["additionalItems"]} if "additionalItems" in words else {})
+        _prefix(words)
     words.pop("additionalItems", None)
     if "dependencies" in words:
         _split_dependencies(words)
@@ -84,6 +184,12 @@ def _bound(words: dict[str, Any], inclusive: str, exclusive: str) -> None:
         words[exclusive] = words.pop(inclusive)
 
 
+def _prefix(words: dict[str, Any]) -> None:
+    """Before 2020-12 a list of ``items`` is what ``prefixItems`` is now."""
+    words["prefixItems"] = words.pop("items")
+    words.update({"items": words["additionalItems"]} if "additionalItems" in words else {})
+
+
 def _split_dependencies(words: dict[str, Any]) -> None:
     names = dict(words.get("dependentRequired", {}))
     schemas = dict(words.get("dependentSchemas", {}))
@@ -94,63 +200,3 @@ def _split_dependencies(words: dict[str, Any]) -> None:
             schemas[name] = value
     words.update({"dependentRequired": names} if names else {})
     words.update({"dependentSchemas": schemas} if schemas else {})
-
-
-class Target(NamedTuple):
-    """What a reference names. key: one for every target."""
-
-    schema: Any
-    key: str
-
-
-class Document:
-    """A root schema in which references are looked up; nothing is fetched.
-
-    has_parts: whether schemas in it have URIs of their own, to which references are relative.
-    """
-
-    def __init__(self, root: Any) -> None:
-        spend_on_value(root, _OF_INDEXING)
-        self.root = root
-        self.draft = draft_of(root)
-        self.has_parts = False
-        self._resolvers: dict[int, Any] = {}  # of every schema, by its id
-        self._anchors = Counter[str]()  # of $dynamicRef by name, those of $recursiveRef as ""
-        resource = _SPECIFICATIONS[self.draft].create_resource(root)
-        self._resolver: Any = Registry[Any]().with_resource("", resource).crawl().resolver()
-        self._resolver = self._resolver.in_subresource(resource)
-        self._index(resource)
-
-    def resolve(self, node: dict[str, Any], keyword: str = "$ref") -> Target | None:
-        """The target of ``node[keyword]``, or None."""
-        if self.has_parts and id(node) not in self._resolvers:
-            return None  # a schema put together here: nothing says what it is relative to
-        reference = node[keyword]
-        spend(_OF_LOOK_UP)
-        try:
-            found = self._resolvers.get(id(node), self._resolver).lookup(reference).contents
-        except (Unresolvable, TypeError, ValueError):
-            return None
-        is_local = not self.has_parts and (reference == "#" or reference.startswith("#/"))
-        return Target(found, unquote(reference) if is_local else str(id(found)))
-
-    def resolve_dynamic(self, node: dict[str, Any]) -> Target | None:
-        """The target of ``$dynamicRef`` or ``$recursiveRef`` where it can only be one."""
-        if "$recursiveRef" in node:
-            return None if self._anchors[""] else self.resolve(node, "$recursiveRef")
-        anchor = node["$dynamicRef"].rpartition("#")[2]
-        return None if self._anchors[anchor] > 1 else self.resolve(node, "$dynamicRef")
-
-    def _index(self, root: Resource[Any]) -> None:
-        stack = [(root, self._resolver)]
-        while stack:
-            resource, resolver = stack.pop()
-            node = resource.contents
-            if not isinstance(node, dict):
-                continue
-            self._resolvers[id(node)] = resolver
-            self._anchors.update([str(node["$dynamicAnchor"])] if "$dynamicAnchor" in node else ())
-            self._anchors.update([""] if node.get("$recursiveAnchor") is True else ())
-            for part in resource.subresources():
-                self.has_parts |= part.id() is not None
-                stack.append((part, resolver.in_subresource(part)))

@@ -15,28 +15,31 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
-from guided_spec.grammar.schema.dialect import spell
-from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
+from guided_spec.grammar.schema.dialect import NEWEST, with_draft
+from guided_spec.grammar.schema.joining import any_of, join_all
+from guided_spec.grammar.schema.lowered import (
+    AdditionalProperties,
+    Lowered,
+    Unenforced,
+    close_objects,
+)
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
 from guided_spec.grammar.schema.rivals import find_rivals
 from guided_spec.grammar.schema.unique import judge_unique_items
-from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
+from guided_spec.grammar.schema.values import unique_arrays
 from guided_spec.grammar.steps import spend
 
 _CAUSES = frozenset(
     {"not", "if", "oneOf", "dependentRequired", "dependentSchemas", "dependencies", "contains"}
     | {"propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
     | {"$id", "id", "$anchor", "$dynamicAnchor", "additionalItems", "format"}
-    | {"minProperties", "maxProperties", "uniqueItems"}
+    | {"minProperties", "maxProperties", "uniqueItems", "nullable"}
 )
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _FEW = 4  # values, of which a grammar lists all arrays
 _PLACES = 4  # where the first item that is asked for may stand
 _MOST_SUBSETS = 70
 _DEPTH = 16
-_BRANCHING = frozenset(
-    {"anyOf", "oneOf", "if", "dependentSchemas", "not", "$dynamicRef", "$recursiveRef"}
-)
+_BRANCHING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
 
 def _without(node: dict[str, Any], *keywords: str) -> dict[str, Any]:
@@ -188,11 +191,18 @@ def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> lis
     if names is False:
         return [{"maxProperties": 0}]
     names = lowering.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
+    if names is True or names == {}:  # as a format that is an annotation is
+        return []
     listed = _listed(names)
     if listed is not None:
         return [{"properties": dict.fromkeys(listed, True), "additionalProperties": False}]
     pattern = _pattern(names) if isinstance(names, dict) else None
     if pattern is not None:
+        if words.get("patternProperties", {}).keys() - {pattern}:
+            reason = "keys would have to match it and a pattern of patternProperties"
+            fix = "write one pattern for both under patternProperties, and leave propertyNames out"
+            lowering.report.error(at.pointer, "propertyNames", reason, fix)
+            return []
         if "properties" not in words and "patternProperties" not in words:
             value = words.get("additionalProperties", True)
             value = lowering.positive(value, at.inside("additionalProperties"))
@@ -329,7 +339,7 @@ def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
     schema = lowering.dereference(schema)
     if not isinstance(schema, dict):
         return None
-    words = spell(schema, lowering.document.draft)
+    words = lowering.document.spell(schema)
     if words.keys() & {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}:
         return None
     values = [words["const"]] if "const" in words else words.get("enum")
@@ -414,13 +424,13 @@ def _holding(lowering: Lowering, node: Any, depth: int = 0) -> Iterator[tuple[in
     """The keywords of ``node`` and of what holds wherever it does, and how deep each is."""
     if not isinstance(node, dict) or depth > _DEPTH:
         return
-    words = spell(node, lowering.document.draft)
+    words = lowering.document.spell(node)
     yield depth, words
-    parts = list(words.get("allOf", ()))
-    if "$ref" in words:
-        target = lowering.document.resolve(node)
-        parts += [] if target is None else [target.schema]
-    for part in parts:
+    document = lowering.document
+    targets = [document.resolve(node)] if "$ref" in words else []
+    if "$dynamicRef" in words or "$recursiveRef" in words:
+        targets.append(document.resolve_dynamic(node))
+    for part in [*words.get("allOf", ()), *(target.schema for target in targets if target)]:
         yield from _holding(lowering, part, depth + 1)
 
 
@@ -466,8 +476,13 @@ def lower(
     additional: "closed" closes objects, see ``closed``.
     """
     lowered = Lowered(schema, ())
-    if needs_lowering(schema):
-        lowered = Lowering(schema, _APPLICATORS, harder=harder, filtered=filtered).run()
+    dated = with_draft(schema)
+    if needs_lowering(dated):
+        lowered = Lowering(dated, _APPLICATORS, harder=harder, filtered=filtered).run()
+    if dated is not schema:
+        reason = f"it can only be of an older draft, and is read as {dated['$schema']}"
+        note = Unenforced("", "$schema", reason, "name its draft", "note", by_backend=False)
+        lowered = lowered._replace(entries=(*lowered.entries, note))
     if additional == "closed":
         lowered = lowered._replace(schema=close_objects(lowered.schema).schema)
     found = judge_unique_items(lowered.schema) if filtered else []
@@ -476,7 +491,7 @@ def lower(
 
 def needs_lowering(schema: Any) -> bool:
     """Whether ``schema`` holds more than the backends' own preparations know."""
-    if isinstance(schema, dict) and schema.get("$schema", _DRAFT) != _DRAFT:
+    if isinstance(schema, dict) and schema.get("$schema", NEWEST) != NEWEST:
         return True
     stack = [schema]
     while stack:

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
-from guided_spec.grammar.schema.dialect import Document, Target, spell
+from guided_spec.grammar.schema.document import Document, Target
+from guided_spec.grammar.schema.joining import any_of, join_all
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
     Disjointness,
     Disjuncts,
-    any_of,
-    join_all,
     other_characters,
     others,
 )
@@ -128,12 +127,13 @@ class Lowering:
         if at.depth > _MAX_DEPTH:
             self.report.error(at.pointer, "", "it is nested too deeply", "flatten the schema")
             return {}
-        words = spell(node, self.document.draft)
+        words = self.document.spell(node)
         if "$ref" in words:
             target = self.document.resolve(node)
             if target is None:
                 reason = f"{words['$ref']!r} is not found in the schema, and nothing is fetched"
-                self.report.error(at.pointer, "$ref", reason, "move the target under $defs")
+                fix = "pass it with resources={uri: schema}, or move the target under $defs"
+                self.report.error(at.pointer, "$ref", reason, fix)
                 return {}
             if any(name in words for name in self._asserting):
                 return self._refer_with(target, node, words, at)
@@ -180,7 +180,7 @@ class Lowering:
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            words = spell(schema, self.document.draft)
+            words = self.document.spell(schema)
             target = self.document.resolve(schema)
             if target is None or any(name in words for name in self._asserting):
                 break
@@ -208,6 +208,9 @@ class Lowering:
             kept,
             lambda part, path: self.positive(part, At(f"{at.pointer}/{path}", depth=at.depth + 1)),
         )
+        if words.get("nullable") is True and "null" not in at.types:
+            reason = "a keyword of OpenAPI 3.0 that JSON Schema does not have: null is not admitted"
+            self.report.note(at.pointer, "nullable", reason, 'add "null" to type')
         if words.get("format") in FORMATS:
             plain["format"] = words["format"]
         elif "format" in words and "string" in at.types:
@@ -248,7 +251,7 @@ def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
         return Disjuncts([] if node else [{"type": sorted(at.types)}])
     if at.depth > _MAX_NEGATED:
         return Disjuncts([], exact=False)
-    words = spell(node, lowering.document.draft, strict=True)
+    words = lowering.document.spell(node, strict=True)
     spend(_OF_SCHEMA)
     found: list[Any] = []
     exact = True

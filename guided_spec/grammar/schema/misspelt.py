@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from guided_spec.grammar.schema.lowered import Unenforced, escape
+from guided_spec.grammar.schema.dialect import subschemas
+from guided_spec.grammar.schema.lowered import Unenforced
 
 _CONSTRAINTS = (
     *("type", "enum", "const", "properties", "required", "additionalProperties"),
@@ -31,12 +32,6 @@ _OTHERS = (
 )
 _KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
 _SPELLED = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
-_ONE = (
-    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
-    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
-)
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _MOST_SCHEMAS = 4_096  # of one document that are looked at
 # "propertys" is so much like "properties"; of short ones "note" would be as much like "not".
 _LIKE, _LONG = 0.84, 5
@@ -57,22 +52,7 @@ def misspelt(schema: Any) -> Iterator[Unenforced]:
                 reason = f"it is no keyword of JSON Schema and says nothing; {meant!r} is one"
                 fix = f"write {meant!r}, or 'x-{keyword}' for a note of your own"
                 yield Unenforced(pointer, keyword, reason, fix, "warning", by_backend=False)
-        waiting += _below(node, pointer)
-
-
-def _below(node: dict[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
-    """The schemas right below one, with their pointers."""
-    for keyword in _ONE:
-        if isinstance(node.get(keyword), dict):
-            yield node[keyword], f"{pointer}/{keyword}"
-    for keyword in _LISTS:
-        if isinstance(node.get(keyword), list):
-            for index, part in enumerate(node[keyword]):
-                yield part, f"{pointer}/{keyword}/{index}"
-    for keyword in _MAPS:
-        if isinstance(node.get(keyword), dict):
-            for name, part in node[keyword].items():
-                yield part, f"{pointer}/{keyword}/{escape(name)}"
+        waiting += [(part, pointer + path) for path, part in subschemas(node)]
 
 
 @lru_cache(maxsize=1024)

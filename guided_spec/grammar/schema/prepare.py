@@ -21,6 +21,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.schema.dialect import in_newest, split_dialects, with_draft
 from guided_spec.grammar.schema.keys import every_part
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -45,9 +46,19 @@ _ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
 def check_schema(schema: Any) -> None:
     """Raise jsonschema.SchemaError where ``schema`` is not valid under its metaschema.
 
-    Its ``$schema`` names that, draft 2020-12 by default.
+    Its ``$schema`` names that, draft 2020-12 by default, or the one that ``with_draft`` finds.
+    Schemas in it that name one of their own are held against that.
     """
     spend_on_value(schema)
+    dated = with_draft(schema)
+    outer, inner = split_dialects(dated)
+    if dated is not schema:
+        _check_one(in_newest(outer))  # an older draft says nothing of keywords that came later
+    for one in (outer, *inner):
+        _check_one(one)
+
+
+def _check_one(schema: Any) -> None:
     if not (_is_valid(schema) and all(map(_compiles, _patterns(schema))) and _has_enums(schema)):
         spend_on_value(schema, _OF_VALIDATING)
         draft = jsonschema.Draft202012Validator
@@ -136,11 +147,16 @@ def prepare_schema(schema: Any, additional: AdditionalProperties = "closed") -> 
 
 
 def lower_checked(
-    schema: Any, additional: AdditionalProperties = "closed", *, filtered: bool = True
+    schema: Any,
+    additional: AdditionalProperties = "closed",
+    *,
+    filtered: bool = True,
+    strict: bool = False,
 ) -> Lowered:
     """The schema in fewer keywords, see ``lower``; not to be changed.
 
-    Logs keywords that look misspelt. Raises GrammarCompileError where it is broken.
+    Logs keywords that look misspelt. Raises GrammarCompileError where it is broken, or where there
+    are such keywords and ``strict`` is set.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
@@ -148,6 +164,9 @@ def lower_checked(
         check_schema(schema)
         for entry in misspelt(schema):
             where = entry.pointer or "/"
+            if strict:
+                slip = f"{entry.keyword!r}: {entry.reason}; {entry.fix}"
+                raise GrammarCompileError(f"not a JSON schema: at {where!r}: {slip}")
             _LOG.warning("JSON schema: %s: %r: %s", where, entry.keyword, entry.reason)
         lowered = lower(schema, filtered=filtered, additional=additional)
         return lowered._replace(entries=(*lowered.entries, *_crowded(lowered.schema)))

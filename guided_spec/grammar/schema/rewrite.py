@@ -23,6 +23,7 @@ from typing import Any
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.formats import FORMATS, format_within
 from guided_spec.grammar.regex import fits_length, spend_on_search, to_fullmatch, to_search
+from guided_spec.grammar.schema.joining import any_of, conflict, merge
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -33,7 +34,7 @@ from guided_spec.grammar.schema.lowered import (
     escape,
     find,
 )
-from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
+from guided_spec.grammar.schema.values import constant, keep_valid, values_within
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _MAX_VALUES = 1000
@@ -440,15 +441,17 @@ class _Rewriting:
         )
 
     def _all_of(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
-        merged: dict[str, Any] | None = {k: v for k, v in own.items() if k != "allOf"}
+        joined: Any = {k: v for k, v in own.items() if k != "allOf"}
         for part in own["allOf"]:
             target = self._dereference(part) if len(own) > 1 or len(own["allOf"]) > 1 else part
-            merged = None if merged is None else merge(merged, target)
-        if merged is None:
-            fix = "write the parts as one schema"
-            self.report.error(pointer, "allOf", "its parts cannot be joined into one", fix)
-            return {}
-        return self.rewrite(merged, pointer, depth)
+            merged = merge(joined, target)
+            if merged is None:
+                keyword, fix = conflict(joined, target), "write them as one schema"
+                reason = "two schemas with it apply to the same value, and cannot be joined"
+                self.report.error(pointer, keyword, reason, fix)
+                return {}
+            joined = merged
+        return self.rewrite(joined, pointer, depth)
 
     def _reference(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
         reference = own["$ref"]

@@ -1,4 +1,4 @@
-"""Schemas as sets of values: joined, reduced by some values, and checked against one value.
+"""Schemas as sets of values: reduced by some values, and checked against one value.
 
 Whether two schemas can both admit one value is decided by what each surely demands.
 """
@@ -6,7 +6,6 @@ Whether two schemas can both admit one value is decided by what each surely dema
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ import referencing.exceptions
 
 from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.counting import ValueCheck
-from guided_spec.grammar.schema.dialect import Document, spell
-from guided_spec.grammar.steps import spend, spend_on_value
+from guided_spec.grammar.schema.document import Document
+from guided_spec.grammar.schema.joining import text_of
+from guided_spec.grammar.steps import spend
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
@@ -34,9 +34,8 @@ _RUN = re.compile(r"\^\[(\^?)((?:\\.|[^\\\]])+)\][+*]\$")
 _OTHER = "é"  # stands for everything beyond ASCII
 _ASCII = [chr(code) for code in range(128)]
 _DEPTH = 8
-# Steps of merging two schemas, of what a pattern begins with, of what a schema demands, and of a
-# proof that two are disjoint.
-_OF_MERGE, _OF_FIRST, _OF_DEMANDS, _OF_PROOF = 4, 24, 6, 12
+# Steps of what a pattern begins with, of what a schema demands, and of one proof.
+_OF_FIRST, _OF_DEMANDS, _OF_PROOF = 24, 6, 12
 _MOST_STEPS = 20_000  # of one document; beyond, nothing is known to be disjoint
 _RANGES = (
     ("number", "minimum", "maximum"),
@@ -176,153 +175,12 @@ def constant(value: Any) -> dict[str, Any]:
     return {"enum": [value]}
 
 
-# Keywords whose meaning depends on their neighbours: never split between the two sides.
-_OBJECT = ("properties", "patternProperties", "additionalProperties")
-_ARRAY = {"prefixItems", "items"}
-_LOWER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
-_UPPER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
-_ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-    | {"$comment", "$schema", "$defs", "definitions", "discriminator"}
-    | {"contentEncoding", "contentMediaType", "contentSchema"}
-)
-
-
-def merge(one: Any, other: Any) -> Any:
-    """One schema with the meaning of both together, or None where that is not plain to see."""
-    if one is True or other is True:
-        return other if one is True else one
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return None
-    spend(_OF_MERGE + len(one) + len(other))
-    left = {k: v for k, v in one.items() if k not in _ANNOTATIONS}
-    right = {k: v for k, v in other.items() if k not in _ANNOTATIONS}
-    objects: dict[str, Any] | None = {}
-    if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
-        objects = _merge_objects(left, right)
-    if objects is None or (left.keys() & _ARRAY and right.keys() & _ARRAY):
-        return None
-    merged = {**left, **right, **objects}
-    for key in left.keys() & right.keys() - objects.keys():
-        merged[key] = _merge_values(key, left[key], right[key])
-        if merged[key] is None:
-            return None
-        if key == "type" and not merged[key]:
-            return False
-    return merged
-
-
-def _merge_values(key: str, one: Any, other: Any) -> Any:
-    """What one keyword says on both sides; None where that has no spelling."""
-    if key == "type":
-        return _common_types(one, other)
-    if key == "required":
-        spend(len(one) + len(other))
-        return list(dict.fromkeys([*one, *other]))
-    if key in _LOWER:
-        return max(one, other)
-    if key in _UPPER:
-        return min(one, other)
-    # A null here is a const: two of them are not worth a special case.
-    return one if _text(one) == _text(other) else None
-
-
 def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
     """The values that are valid under ``schema``; None if it refers elsewhere."""
-    if '"$ref"' in _text(schema):
+    if '"$ref"' in text_of(schema):
         return None
     check = ValueCheck(schema)
     return [value for value in values if check.is_valid(value, schema)]
-
-
-def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-    """The properties of both, each key as both sides want it."""
-    if "patternProperties" in one or "patternProperties" in other:
-        return None
-    extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
-    left, right = one.get("properties", {}), other.get("properties", {})
-    names = dict.fromkeys([*left, *right])
-    spend(len(names))
-    properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
-    merged: dict[str, Any] = {"properties": properties} if names else {}
-    if "additionalProperties" in one or "additionalProperties" in other:
-        merged["additionalProperties"] = _both(extra, more)
-    return merged
-
-
-def _both(one: Any, other: Any) -> Any:
-    if one is False or other is False:
-        return False
-    if one is True or one == {} or _text(one) == _text(other):
-        return other
-    return one if other is True or other == {} else {"allOf": [one, other]}
-
-
-def _common_types(one: Any, other: Any) -> Any:
-    left = [one] if isinstance(one, str) else list(one)
-    right = [other] if isinstance(other, str) else list(other)
-    both = [t for t in left if t in right or (t == "integer" and "number" in right)]
-    both += ["integer"] if "integer" in right and "number" in left and "integer" not in both else []
-    return both[0] if len(both) == 1 else both
-
-
-def _text(value: Any) -> str:
-    spend_on_value(value)
-    return json.dumps(value, sort_keys=True)
-
-
-def join_all(parts: Sequence[Any]) -> Any:
-    """One schema for what all parts admit: side by side where they share no keyword, else allOf."""
-    spend(1 + len(parts))
-    if any(part is False for part in parts):
-        return False
-    joined: dict[str, Any] = {}
-    place = 0  # of the joined ones: properties are generated in the order of the parts
-    rest: list[Any] = []
-    for part in _distinct([part for part in parts if part is not True]):
-        merged = None
-        if "allOf" not in part and "$ref" not in part:
-            merged = merge(joined, part)
-        if merged is False:
-            return False
-        if merged is None:
-            rest += part["allOf"] if part.keys() == {"allOf"} else [part]
-            spend(1 + len(rest) // 16)
-        else:
-            place = place if joined else len(rest)
-            joined = merged
-    if not rest:
-        return joined
-    if not joined and len(rest) == 1:
-        return rest[0]
-    return {"allOf": [*rest[:place], *([joined] if joined else []), *rest[place:]]}
-
-
-def any_of(parts: Sequence[Any]) -> Any:
-    """One schema for what any part admits; False for none."""
-    spend(1 + len(parts))
-    if any(part is True or part == {} for part in parts):
-        return {}
-    options: list[Any] = []
-    for part in _distinct([part for part in parts if part is not False]):
-        options += part["anyOf"] if part.keys() == {"anyOf"} else [part]
-        spend(1 + len(options) // 16)
-    if len(options) < 2:
-        return options[0] if options else False
-    return {"anyOf": options}
-
-
-def _distinct(parts: Sequence[Any]) -> list[Any]:
-    if len(parts) < 2:  # most are, and writing one out is what costs
-        return [part for part in parts if part]
-    seen: set[str] = set()
-    kept = []
-    for part in parts:
-        text = _text(part)
-        if part and text not in seen:
-            kept.append(part)
-            seen.add(text)
-    return kept
 
 
 @lru_cache(maxsize=256)
@@ -519,7 +377,7 @@ class Disjointness:
             found.types = frozenset()
         if not isinstance(schema, dict) or depth > _DEPTH:
             return
-        words = spell(schema, self._document.draft, strict=True)
+        words = self._document.spell(schema, strict=True)
         if "$ref" in words:
             target = self._document.resolve(schema)
             if target is not None:

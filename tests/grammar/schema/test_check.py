@@ -111,7 +111,7 @@ def test_what_draft_4_refuses(schema: dict[str, Any]) -> None:
         {"required": ["a", "a"]},
         {"properties": []},
         {"properties": {"a": 1}},
-        {"items": [{}]},
+        {"prefixItems": [], "items": [{}]},
         {"anyOf": []},
         {"anyOf": {}},
         {"minLength": -1},

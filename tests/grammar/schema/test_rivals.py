@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.schema.dialect import Document
+from guided_spec.grammar.schema.document import Document
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.rivals import find_rivals
 from guided_spec.grammar.schema.values import Disjointness, type_of

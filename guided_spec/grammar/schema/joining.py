@@ -1,0 +1,200 @@
+"""Schemas joined into one that says what several say together, or that admits what any admits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from guided_spec.grammar.regex import spend_on_search
+from guided_spec.grammar.steps import spend, spend_on_value
+
+_OF_MERGE = 4  # steps of merging two schemas
+# Keywords whose meaning depends on their neighbours: never split between the two sides.
+_OBJECT = {"properties", "patternProperties", "additionalProperties"}
+_ARRAY = {"prefixItems", "items"}
+_LOWER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
+_UPPER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema", "$defs", "definitions", "discriminator"}
+    | {"contentEncoding", "contentMediaType", "contentSchema"}
+)
+
+
+def merge(one: Any, other: Any) -> Any:
+    """One schema with the meaning of both together, or None where that is not plain to see."""
+    if one is True or other is True:
+        return other if one is True else one
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return None
+    spend(_OF_MERGE + len(one) + len(other))
+    left, right = _asserting(one), _asserting(other)
+    objects: dict[str, Any] | None = {}
+    if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
+        objects = _merge_objects(left, right)
+    if objects is None or (left.keys() & _ARRAY and right.keys() & _ARRAY):
+        return None
+    merged = {**left, **right, **objects}
+    for key in left.keys() & right.keys() - objects.keys():
+        merged[key] = _merge_values(key, left[key], right[key])
+        if merged[key] is None:
+            return None
+        if key == "type" and not merged[key]:
+            return False
+    return merged
+
+
+def conflict(one: Any, other: Any) -> str:
+    """The keyword for which ``merge`` returned None."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return "allOf"
+    left, right = _asserting(one), _asserting(other)
+    if left.keys() & _OBJECT and right.keys() & _OBJECT and _merge_objects(left, right) is None:
+        return "patternProperties"
+    if left.keys() & _ARRAY and right.keys() & _ARRAY:
+        return next(iter((left.keys() | right.keys()) & _ARRAY))
+    shared = [key for key in left if key in right and key not in _OBJECT]
+    return next(key for key in shared if _merge_values(key, left[key], right[key]) is None)
+
+
+def _asserting(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+
+
+def _merge_values(key: str, one: Any, other: Any) -> Any:
+    """What one keyword says on both sides; None where that has no spelling."""
+    if key == "type":
+        return _common_types(one, other)
+    if key == "required":
+        spend(len(one) + len(other))
+        return list(dict.fromkeys([*one, *other]))
+    if key in _LOWER:
+        return max(one, other)
+    if key in _UPPER:
+        return min(one, other)
+    # A null here is a const: two of them are not worth a special case.
+    return one if text_of(one) == text_of(other) else None
+
+
+def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """The properties of both, each key as both sides want it."""
+    if "patternProperties" in one or "patternProperties" in other:
+        return _merge_patterns(one, other)
+    extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
+    left, right = one.get("properties", {}), other.get("properties", {})
+    names = dict.fromkeys([*left, *right])
+    spend(len(names))
+    properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
+    merged: dict[str, Any] = {"properties": properties} if names else {}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        merged["additionalProperties"] = _both(extra, more)
+    return merged
+
+
+def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """Where one side alone has patterns; keys that it lists match them besides."""
+    if "patternProperties" in one and "patternProperties" in other:
+        return None
+    names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
+    with_patterns, plain = (one, other) if "patternProperties" in one else (other, one)
+    patterns: dict[str, Any] = with_patterns["patternProperties"]
+    left, right = with_patterns.get("properties", {}), plain.get("properties", {})
+    extra = with_patterns.get("additionalProperties", True)
+    more = plain.get("additionalProperties", True)
+    properties: dict[str, Any] = {}
+    for name in names:
+        matching = [part for pattern, part in patterns.items() if _holds(pattern, name)]
+        if name in right and matching and more not in (True, False, {}):
+            return None  # for ``more`` would then hold for this key too
+        wanted = [left[name]] if name in left else [] if matching else [extra]
+        wanted += matching if more is False else []
+        properties[name] = reduce(_both, wanted, right.get(name, more))
+    merged: dict[str, Any] = {"properties": properties} if names else {}
+    kept = {} if more is False else {p: _both(part, more) for p, part in patterns.items()}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        merged["additionalProperties"] = _both(extra, more)
+    return {**merged, "patternProperties": kept}
+
+
+def _holds(pattern: str, name: str) -> bool:
+    spend_on_search(pattern, name)
+    return re.search(pattern, name) is not None
+
+
+def _both(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
+    if one is True or one == {} or text_of(one) == text_of(other):
+        return other
+    return one if other is True or other == {} else {"allOf": [one, other]}
+
+
+def _common_types(one: Any, other: Any) -> Any:
+    left = [one] if isinstance(one, str) else list(one)
+    right = [other] if isinstance(other, str) else list(other)
+    both = [t for t in left if t in right or (t == "integer" and "number" in right)]
+    both += ["integer"] if "integer" in right and "number" in left and "integer" not in both else []
+    return both[0] if len(both) == 1 else both
+
+
+def text_of(value: Any) -> str:
+    """A JSON value as text, the same for all orders of its keys."""
+    spend_on_value(value)
+    return json.dumps(value, sort_keys=True)
+
+
+def join_all(parts: Sequence[Any]) -> Any:
+    """One schema for what all parts admit: side by side where they share no keyword, else allOf."""
+    spend(1 + len(parts))
+    if any(part is False for part in parts):
+        return False
+    joined: dict[str, Any] = {}
+    place = 0  # of the joined ones: properties are generated in the order of the parts
+    rest: list[Any] = []
+    for part in _distinct([part for part in parts if part is not True]):
+        merged = None
+        if "allOf" not in part and "$ref" not in part:
+            merged = merge(joined, part)
+        if merged is False:
+            return False
+        if merged is None:
+            rest += part["allOf"] if part.keys() == {"allOf"} else [part]
+            spend(1 + len(rest) // 16)
+        else:
+            place = place if joined else len(rest)
+            joined = merged
+    if not rest:
+        return joined
+    if not joined and len(rest) == 1:
+        return rest[0]
+    return {"allOf": [*rest[:place], *([joined] if joined else []), *rest[place:]]}
+
+
+def any_of(parts: Sequence[Any]) -> Any:
+    """One schema for what any part admits; False for none."""
+    spend(1 + len(parts))
+    if any(part is True or part == {} for part in parts):
+        return {}
+    options: list[Any] = []
+    for part in _distinct([part for part in parts if part is not False]):
+        options += part["anyOf"] if part.keys() == {"anyOf"} else [part]
+        spend(1 + len(options) // 16)
+    if len(options) < 2:
+        return options[0] if options else False
+    return {"anyOf": options}
+
+
+def _distinct(parts: Sequence[Any]) -> list[Any]:
+    if len(parts) < 2:  # most are, and writing one out is what costs
+        return [part for part in parts if part]
+    seen: set[str] = set()
+    kept = []
+    for part in parts:
+        text = text_of(part)
+        if part and text not in seen:
+            kept.append(part)
+            seen.add(text)
+    return kept
