@@ -11,7 +11,7 @@ from guided_spec.types import Verifier, require_int, require_switches
 
 if TYPE_CHECKING:
     from guided_spec.grammar.backends.registry import GrammarBackendName
-    from guided_spec.grammar.document import GrammarLimits
+    from guided_spec.grammar.limits import GrammarLimits
 
 Kernels = Literal["auto", "packed", "stock"]
 GrammarTables = Literal["auto", "always", "off"]
@@ -53,7 +53,7 @@ class EngineConfig:
         "auto": for each JSON schema the one of the two that enforces all of it and rejects the
         least, else xgrammar; or a registered name, which is looked up where the engine is made.
     grammar_limits: what one grammar may cost at most, a
-        ``guided_spec.grammar.document.GrammarLimits``; None takes its defaults.
+        ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
     grammar_tables: whether grammars are made into tables of states, from which masks are looked up
         (docs/device_tables.md). "auto" makes the table of a grammar once 32 texts of it have begun,
         in a process of its own, and texts go over to it; "always" of each one that can have one,

@@ -18,7 +18,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.process import EngineProcess
 from guided_spec.engine.setup import Options
 from guided_spec.errors import ConfigError, GuidedSpecError
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.server.service import ServerSettings
 from guided_spec.training.options import TrainOptions

@@ -26,7 +26,7 @@ from guided_spec.core import PromptPiece, Proposer, from_propose
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.target.target import make_target
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

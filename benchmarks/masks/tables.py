@@ -27,7 +27,7 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import GrammarError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_texts, proven_table, tabled_part

@@ -20,7 +20,7 @@ from benchmarks.schemas.corpus import load_cases
 from benchmarks.schemas.judge import Judge, SchemaVerdict
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer

@@ -14,8 +14,9 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.llguidance_schema import narrower_strings
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
@@ -132,7 +133,8 @@ def _findings(
     own = compiled.notes if isinstance(compiled, NotedGrammar) else ()
     notes = [*own, *_about_tags(schema)]
     if backend == "llguidance":
-        return [*found, *lower(schema, additional=additional).entries, *notes]
+        lowered = lower(schema, additional=additional)
+        return [*found, *lowered.entries, *narrower_strings(lowered), *notes]
     return [*found, *find_unenforced(schema, additional), *notes]
 
 

@@ -27,7 +27,7 @@ from guided_spec.engine.suspects import Suspects
 from guided_spec.engine.target.scores import score_rows, scored_length
 from guided_spec.engine.target.target import make_target
 from guided_spec.errors import GuidedSpecError, RequestCancelledError
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage

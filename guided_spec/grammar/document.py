@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, escape, find, unescape
+from guided_spec.grammar.schema.lowered import (
+    Lowered,
+    Unenforced,
+    describe,
+    escape,
+    find,
+    narrowing,
+    unescape,
+)
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend, spend_on_text
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.kinds import require_field_kinds
+
+_LOG = logging.getLogger(__name__)
 
 LARGE_SOURCE = 16_384
 LARGE_TEXT = 4_096
@@ -396,10 +406,13 @@ class DocumentBackend(DocumentCompiler[Compiled]):
                 "the spec has a start: compile it with a GrammarPipeline that has markers"
             )
         try:
-            return self.enforce(document)
+            compiled = self.enforce(document)
         except UnsupportedSchemaError:
             if spec.unsupported == "error":
                 raise
+        else:
+            _log_notes(self.entries(document))
+            return compiled
         dropped: list[Unenforced] = []
         is_schema = spec.kind == "json_schema"
         filtered = is_schema and self.is_filtered
@@ -422,9 +435,19 @@ class DocumentBackend(DocumentCompiler[Compiled]):
             warnings.warn(text, UserWarning, stacklevel=3)
         return compiled
 
+    def entries(self, document: SpecDocument) -> Sequence[Unenforced]:
+        """What of a JSON schema that compiled is not as it says; empty for other kinds."""
+        return document.lowered.entries if document.spec.kind == "json_schema" else ()
+
     @abstractmethod
     def enforce(self, document: SpecDocument) -> Compiled:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+
+
+def _log_notes(entries: Sequence[Unenforced]) -> None:
+    for entry in narrowing(entries):
+        where = entry.pointer or "/"
+        _LOG.info("JSON schema: %s: %s: %s; %s", where, entry.keyword, entry.reason, entry.fix)
 
 
 def narrow(schema: Any, *, filtered: bool = True) -> Any:
@@ -482,119 +505,3 @@ def _in_tag(node: Any, change: Callable[[Any], Any]) -> Any:
         else _in_tag(value, change)
         for key, value in node.items()
     }
-
-
-_FIXES = {
-    "nesting": "flatten it",
-    "repetitions": "ask for fewer, or leave the count out",
-    "alternatives": "list fewer, or describe them with a pattern",
-}
-
-_MOST_STATES = 2**15 - 1  # a state is an int16
-_SHOWN = 200  # characters of a JSON pointer
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    """What one grammar may cost. Beyond it, its own request fails with a GrammarCompileError.
-
-    source_bytes: of the source, in UTF-8.
-    nesting: JSON lists and objects, or parentheses, inside each other.
-    repetitions: one count: minLength, maxLength, minItems, maxItems or ``{m,n}``; those of nested
-        groups multiply. What a count costs does not grow steadily with it, so that this only keeps
-        out what no text can reach; time and memory are bounded by the other limits.
-    alternatives: members of one list or object (enum, anyOf, properties, choice), or alternatives
-        of one regex or grammar.
-    compile_seconds: wall-clock time of one compile.
-    compile_bytes: memory of one compile, beyond what the process takes before it.
-    text_seconds: CPU time that the mask rows of one text may take in all; those that take less
-        than 0.02 s do not count. The request fails with a GrammarTooSlowError.
-    steps: of preparing one grammar in this process, each half a microsecond of Python. Beyond it a
-        worker process prepares the grammar; where there is none, it is refused.
-
-    Time and memory are limited in a worker, which compiles grammars that are large at first sight
-    and those that take more steps, see ``GrammarPipeline``. Raises ConfigError for a limit that is
-    not positive.
-    """
-
-    source_bytes: int = 2**20
-    nesting: int = 256
-    repetitions: int = 2**31 - 1
-    alternatives: int = 10_000
-    compile_seconds: float = 30.0
-    compile_bytes: int = 2 * 2**30
-    text_seconds: float = 5.0
-    steps: int = 80_000
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
-
-
-class NoTableError(Exception):
-    """Why a grammar has no table. Never leaves the package."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableLimits:
-    """What one table may cost. A grammar beyond it keeps its matchers.
-
-    states: of the automaton over bytes, 32,767 at most. Of a grammar that has more, such as one of
-        JSON values inside each other, the table holds so many, those with the fewest open rules
-        first; a text that leaves them continues with a matcher.
-    seconds: of a core, to make it and to compare it with a matcher. bytes: of the finished table.
-
-    Raises ConfigError for a limit that is not positive, or too many states.
-    """
-
-    states: int = 8192
-    seconds: float = 30.0
-    bytes: int = 64 * 2**20
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
-        if self.states > _MOST_STATES:
-            raise ConfigError("states", self.states, f"must be at most {_MOST_STATES}")
-
-
-def _require_positive(limits: GrammarLimits | TableLimits) -> None:
-    require_field_kinds(limits)
-    for field in fields(limits):
-        value = getattr(limits, field.name)
-        if not value > 0:
-            raise ConfigError(field.name, value, "must be a positive number")
-
-
-def check_limits(document: SpecDocument, limits: GrammarLimits) -> GrammarSize:
-    """The size of a document, in time linear in its source and without building anything.
-
-    Raises GrammarCompileError naming the limit, what was found, where, and what to do. A broken
-    source passes: what is wrong with it is the compiler's to say.
-    """
-    check_source(document.spec, limits)
-    size = document.size
-    for name, fix in _FIXES.items():
-        extent: Extent = getattr(size, name)
-        limit: int = getattr(limits, name)
-        if extent.value > limit:
-            raise _refuse(document.spec, name, extent, limit, fix)
-    return size
-
-
-def check_source(spec: GrammarSpec, limits: GrammarLimits) -> None:
-    """Raise GrammarCompileError for a source that is too long, in time linear in the limit."""
-    # A character is at least one byte: what is far too long is not encoded first.
-    length = len(spec.source)
-    if length <= limits.source_bytes:
-        length = len(spec.source.encode("utf-8", "surrogatepass"))
-    if length > limits.source_bytes:
-        raise _refuse(spec, "source_bytes", Extent(length), limits.source_bytes, "shorten it")
-
-
-def _refuse(
-    spec: GrammarSpec, name: str, found: Extent, limit: int, fix: str
-) -> GrammarCompileError:
-    value = f"over {limit}" if found.value >= ENDLESS else found.value
-    place = "" if found.place is None else f" at {found.place[:_SHOWN] or '/'}"
-    return GrammarCompileError(
-        f"the {spec.kind} is beyond the limit {name}={limit}: {value}{place}; {fix}"
-    )

@@ -27,14 +27,8 @@ from guided_spec.grammar.backends.registry import (
     importable_backends,
 )
 from guided_spec.grammar.demand import Demand
-from guided_spec.grammar.document import (
-    GrammarLimits,
-    NoTableError,
-    SpecDocument,
-    TableLimits,
-    as_document_compiler,
-    check_limits,
-)
+from guided_spec.grammar.document import SpecDocument, as_document_compiler
+from guided_spec.grammar.limits import GrammarLimits, NoTableError, TableLimits, check_limits
 from guided_spec.grammar.recipe import Recipe, RecipeGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError, limit_steps

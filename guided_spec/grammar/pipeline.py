@@ -26,16 +26,9 @@ from guided_spec.grammar.completion.rule_endings import ReadRules
 from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.demand import Demand
-from guided_spec.grammar.document import (
-    DocumentCompiler,
-    GrammarLimits,
-    SpecDocument,
-    TableLimits,
-    as_document_compiler,
-    check_limits,
-    check_source,
-)
+from guided_spec.grammar.document import DocumentCompiler, SpecDocument, as_document_compiler
 from guided_spec.grammar.isolation import TriedOut, Workers
+from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits, check_source
 from guided_spec.grammar.preparation import Preparation
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from guided_spec.errors import GrammarError, GrammarWorkerError
 from guided_spec.grammar.completion.rule_endings import ReadRules
 from guided_spec.grammar.completion.rules import RuleSource
-from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.isolation import TriedOut, Workers
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError, limit_steps, spend_on_text
 

@@ -28,6 +28,9 @@ ANY_CHARACTER: Ranges = ((1, 0xD7FF), (0xE000, _LAST))
 # What may stand unescaped between the quotes of a JSON string.
 JSON_PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST))
 
+ESCAPED: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
+"""What may not."""
+
 _ASCII: dict[str, Ranges] = {
     "digit": ((48, 57),),
     "space": ((9, 13), (32, 32)),
@@ -88,11 +91,14 @@ def readable(written: str) -> str:
     return pattern.removeprefix("^").removesuffix("$")
 
 
-Context = Literal["text", "json_string"]
+Context = Literal["text", "json_string", "json_plain"]
+"""What a pattern is about: the text itself; the inside of a JSON string, whose value it is about;
+or one of which no character is escaped, unless nothing else would match."""
 
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
 
+_IN_JSON: Ranges = ((0, 0xD7FF), (0xE000, _LAST))
 _SHORT = 4096  # characters of a pattern that is remembered
 _MOST_WRITTEN_OUT = 128  # beyond it xgrammar counts in one state, by an automaton of its own
 _NEWLINE: Ranges = ((10, 10),)
@@ -109,7 +115,7 @@ _REFUSED = {
     "GROUPREF_EXISTS": "a conditional group (?(1)...)",
     "POSSESSIVE_REPEAT": "a possessive quantifier such as a*+",
 }
-_JSON_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
+_JSON_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
 
 def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
@@ -118,7 +124,8 @@ def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     It matches all such texts, with two exceptions: ``\\d``, ``\\w`` and ``\\s`` stand for ASCII
     characters only (their negations still leave out the whole Unicode class), and U+0000 is never
     matched. With ``context="json_string"`` the result matches the inside of a JSON string whose
-    decoded value satisfies the pattern; classes then leave out what JSON would have to escape.
+    decoded value satisfies the pattern; what JSON escapes, U+0000 too, stands there in its shortest
+    escape. With ``context="json_plain"`` classes leave these characters out.
 
     Raises GrammarCompileError for a pattern that ``re`` refuses or that is no regular language.
     """
@@ -279,35 +286,66 @@ class _Writer:
             raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
 
     def _characters(self, ranges: Ranges) -> str:
-        ranges = intersect(ranges, ANY_CHARACTER)
         if self.context == "json_string":
+            return self._in_json(intersect(ranges, _IN_JSON))
+        ranges = intersect(ranges, ANY_CHARACTER)
+        if self.context == "json_plain":
             plain = intersect(ranges, JSON_PLAIN)
             if ranges and not plain:
-                return self._escaped(ranges)
+                return self._in_json(ranges)
             ranges = plain
         if not ranges:
             what = "a class that holds nothing but U+0000 and halves of surrogate pairs"
             raise self._refuse(what, "widen it")
-        if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-            return f"\\u{{{ranges[0][0]:x}}}"
-        parts = [part for length in _LENGTHS if (part := intersect(ranges, length))]
-        if len(parts) > 1:
-            # One class over several would take overlong UTF-8, which decodes to more characters.
-            return f"(?:{'|'.join(map(_write_class, parts))})"
-        return _write_class(ranges)
+        return _group(_classes(ranges))
 
-    def _escaped(self, ranges: Ranges) -> str:
-        """JSON escapes for characters that cannot stand in a JSON string as they are."""
-        options = []
-        for low, high in ranges:
-            spend(high - low)
-            for code in range(low, high + 1):
-                escape = _JSON_ESCAPES.get(code, f"\\u{code:04x}")
-                options.append("".join(f"\\u{{{ord(char):x}}}" for char in escape))
-        return f"(?:{'|'.join(options)})"
+    def _in_json(self, ranges: Ranges) -> str:
+        """As they stand in a JSON string, those as escapes that have to be."""
+        ranges = normalize(ranges)
+        options = _classes(intersect(ranges, JSON_PLAIN))
+        if escapes := _escapes(tuple(intersect(ranges, ESCAPED))):
+            options.append(escapes)
+        if not options:
+            raise self._refuse(
+                "a class that holds nothing but halves of surrogate pairs", "widen it"
+            )
+        return _group(options)
 
     def _refuse(self, what: str, fix: str) -> GrammarCompileError:
         return GrammarCompileError(f"regex {self.pattern!r}: {what} is not supported; {fix}")
+
+
+def _classes(ranges: Ranges) -> list[str]:
+    """One class for each length in UTF-8.
+
+    One class over several would take overlong UTF-8, which decodes to more characters.
+    """
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return [f"\\u{{{ranges[0][0]:x}}}"]
+    parts = [intersect(ranges, length) for length in _LENGTHS]
+    return [_write_class(part) for part in parts if part]
+
+
+def _group(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+
+@cache
+def _escapes(ranges: Ranges) -> str:
+    """The JSON escapes of characters, as one pattern; empty for none."""
+    codes = [code for low, high in ranges for code in range(low, high + 1)]
+    named = [ord(_JSON_ESCAPES[code]) for code in codes if code in _JSON_ESCAPES]
+    options = _classes(normalize((code, code) for code in named)) if named else []
+    for high in (0, 1):
+        digits = [
+            ord(f"{code % 16:x}")
+            for code in codes
+            if code < 0x20 and code // 16 == high and code not in _JSON_ESCAPES
+        ]
+        if digits:
+            written = _group(_classes(normalize((digit, digit) for digit in digits)))
+            options.append(f"u00{high}{written}")
+    return f"\\u{{5c}}{_group(options)}" if options else ""
 
 
 def _with_one_end(written: str) -> str:
@@ -361,7 +399,7 @@ def _set_of(op: str, value: Any, flags: int) -> Ranges:
     if op == "NOT_LITERAL":
         return complement(((value, value),))
     if op == "ANY":
-        return ANY_CHARACTER if flags & re.DOTALL else complement(_NEWLINE)
+        return ((0, _LAST),) if flags & re.DOTALL else complement(_NEWLINE)
     negated = str(value[0][0]) == "NEGATE"
     exact = negated or bool(flags & re.ASCII)
     ranges: list[tuple[int, int]] = []

@@ -4,7 +4,7 @@ from benchmarks.schemas.new import cases_of, follow, prepare
 from guided_spec.bundled import bundled_asset
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer

@@ -29,7 +29,7 @@ from guided_spec import (
 )
 from guided_spec.engine.chat import ChatOptions
 from guided_spec.engine.setup import Options
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from tests.docs.pages import ROOT
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

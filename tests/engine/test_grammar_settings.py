@@ -10,7 +10,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.registry import GrammarBackendName
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm

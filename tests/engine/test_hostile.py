@@ -10,7 +10,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.measurement import is_valid
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.grammar.hostile_cases import CASES, NOT_GRAMMARS

@@ -12,7 +12,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.engine import slow_texts
 from guided_spec.engine.slow_texts import SlowTexts
 from guided_spec.errors import GrammarError, GrammarTooSlowError
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
 from guided_spec.types import SamplingParams

@@ -16,7 +16,8 @@ import numpy as np
 from guided_spec.errors import GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import EndLostError
-from guided_spec.grammar.document import GrammarLimits, SpecDocument, check_limits
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec

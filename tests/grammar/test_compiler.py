@@ -12,7 +12,8 @@ import pytest
 
 from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import GrammarLimits, SpecDocument
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec

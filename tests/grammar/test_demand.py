@@ -15,7 +15,8 @@ import pytest
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.demand import AbandonedError, Demand
-from guided_spec.grammar.document import DocumentCompiler, GrammarLimits, SpecDocument
+from guided_spec.grammar.document import DocumentCompiler, SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec

@@ -21,7 +21,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar import isolation
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import AfterGrammar

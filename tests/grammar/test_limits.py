@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.document import GrammarLimits, SpecDocument, check_limits
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec

@@ -24,7 +24,7 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import UnreadableGrammarError
 from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.completion.rules import RuleSource, source_of
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.preparation import Preparation
 from guided_spec.grammar.protocol import CompiledGrammar, legal_row
@@ -247,7 +247,7 @@ def test_the_end_of_a_program_is_no_warning() -> None:
 import time
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from tests.masks.walks import BYTES
 backend, endings = XGrammarBackend(BYTES, compile_threads=1), EndingsCache(BYTES)

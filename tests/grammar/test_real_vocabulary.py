@@ -26,7 +26,7 @@ from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec

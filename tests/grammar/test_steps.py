@@ -19,7 +19,8 @@ from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.backends.ebnf import any_order_notes
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.document import GrammarLimits, SpecDocument
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.regex import spend_on_search, to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec

@@ -18,6 +18,8 @@ from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
 from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
 from guided_spec.grammar.steps import spend, spend_on_text, spend_on_value
 
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_IN_JSON = re.compile(rf"(Regex\({_TEXT}), json_string=true(?=\))|{_TEXT}", re.DOTALL)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
@@ -35,7 +37,9 @@ def json_ebnf(source: str, *, any_whitespace: bool) -> str:
     text = str(grammar)
     spend_on_text(text)
     # xgrammar 0.2.8 prints "\xe9" before any letter, and reads "\xe9e" as one character.
-    return _ESCAPED.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)
+    text = _ESCAPED.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)
+    # Its own reading of patterns in JSON strings has no escapes; these have them where they must.
+    return _IN_JSON.sub(lambda found: found[1] or found[0], text)
 
 
 def regex_ebnf(pattern: str) -> str:

@@ -35,7 +35,11 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
-from guided_spec.grammar.backends.llguidance_schema import MOST_ITEMS, prepare_for_llguidance
+from guided_spec.grammar.backends.llguidance_schema import (
+    MOST_ITEMS,
+    narrower_strings,
+    prepare_for_llguidance,
+)
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
@@ -137,6 +141,11 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
             fix = "the keys of all objects stay in the schema's order"
             notes = (Unenforced("", "properties", _reason(message), fix, "note"),)
         return replace(in_order, notes=notes)
+
+    def entries(self, document: SpecDocument) -> Sequence[Unenforced]:
+        """What of a JSON schema is not as it says: what others narrow too, and llguidance alone."""
+        own = narrower_strings(document.lowered) if document.spec.kind == "json_schema" else ()
+        return (*super().entries(document), *own)
 
     def _compile_in_order(
         self, document: SpecDocument, prepared: dict[str, Any]

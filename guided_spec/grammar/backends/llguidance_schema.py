@@ -16,9 +16,11 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.regex import RE_PARSER, to_search
 from guided_spec.grammar.schema.joining import merge
+from guided_spec.grammar.schema.keys import every_part
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,
+    Unenforced,
     all_parts,
     change_parts,
     escape,
@@ -64,6 +66,22 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
         }
     _Rows(prepared).require_few_items()
     return prepared
+
+
+def narrower_strings(lowered: Lowered) -> list[Unenforced]:
+    """A note where strings may be free: llguidance writes no escapes of control characters."""
+    for part in every_part(lowered.schema):
+        is_listed = isinstance(part, dict) and ("enum" in part or "const" in part)
+        if part is True or (isinstance(part, dict) and not is_listed and _may_be_string(part)):
+            reason = "strings hold no control characters but \\b, \\t, \\n, \\f and \\r"
+            fix = "choose the backend xgrammar, where it takes the schema"
+            return [Unenforced("", "type", reason, fix, "note")]
+    return []
+
+
+def _may_be_string(schema: dict[str, Any]) -> bool:
+    combined = schema.keys() & {"$ref", "anyOf", "allOf"}
+    return "string" in schema.get("type", "object" if combined else "string")
 
 
 def _rewrite(schema: Any, pointer: str, depth: int) -> Any:

@@ -15,7 +15,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.ebnf import any_order_ebnf, gbnf_ebnf, regex_ebnf
+from guided_spec.grammar.backends.ebnf import any_order_ebnf, gbnf_ebnf, json_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
@@ -112,6 +112,10 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         prepared = require_enforced(document.examined)
         items = item_rules(document.lowered.schema)
         return with_unique_keys(grammar, prepared, self.vocabulary, items)
+
+    def entries(self, document: SpecDocument) -> Sequence[Unenforced]:
+        """What of a JSON schema is not as it says: what others narrow too, and xgrammar alone."""
+        return document.examined.entries if document.spec.kind == "json_schema" else ()
 
     def _compile_any(self, document: SpecDocument) -> XGrammarGrammar:
         if document.spec.kind == "structural_tag":
@@ -343,6 +347,9 @@ def _compile(compilers: _Compilers, text: XGrammarText) -> Any:
 def _run(compiler: Any, text: XGrammarText) -> Any:
     source = text.text
     match text.kind:
+        case "json_schema" if '"pattern":' in source:
+            # With patterns as this package has written them.
+            return compiler.compile_grammar(json_ebnf(source, any_whitespace=text.any_whitespace))
         case "json_schema" | "json_object":
             return compiler.compile_json_schema(
                 source, any_whitespace=text.any_whitespace, strict_mode=False

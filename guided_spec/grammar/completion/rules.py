@@ -363,7 +363,7 @@ def _spelled(pattern: str, *, in_json: bool) -> str:
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return pattern
     try:
-        return to_fullmatch(pattern, context="json_string" if in_json else "text")
+        return to_fullmatch(pattern, context="json_plain" if in_json else "text")
     except GrammarCompileError as error:
         raise UnreadableGrammarError(str(error)) from error
 

@@ -29,7 +29,7 @@ def other_keys(names: Iterable[str]) -> str:
     leaving = "|".join(_leaving(node, nodes | closed) for node in sorted(nodes - closed))
     # The empty one among them is a key too.
     inside = "".join(f"|{re.escape(node)}" for node in sorted(nodes - closed - plain))
-    return to_fullmatch(f"(?:{leaving}).*{inside}", context="json_string")
+    return to_fullmatch(f"(?:{leaving}).*{inside}", context="json_plain")
 
 
 def _beginnings(names: Iterable[str], length: int) -> set[str]:

@@ -100,11 +100,8 @@ def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | Non
 
 def _of_length(low: int, high: Any) -> str:
     upper = "" if high is None else min(int(high), _MAX_LENGTH)
-    plain = to_fullmatch(r'[^"\\\x00-\x1f]', context="json_string")
-    escapes = "|".join(
-        to_fullmatch(char, context="json_string") for char in ('"', r"\\", r"\n", r"\t")
-    )
-    return f"(?:{plain}|{escapes}){{{low},{upper}}}"
+    character = to_fullmatch("(?s:.)", context="json_string")
+    return f"(?:{character}){{{low},{upper}}}"
 
 
 def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Report) -> Any:
@@ -254,10 +251,14 @@ def _rewrite_patterns(
     for pattern, part in patterns.items():
         value = rewrite(part, f"patternProperties/{escape(pattern)}")
         try:
-            written = to_fullmatch(pattern, context="json_string")
+            written = to_fullmatch(pattern, context="json_plain")
+            is_plain = written == to_fullmatch(pattern, context="json_string")
         except GrammarCompileError as error:
             report.error(pointer, "patternProperties", str(error), "use a simpler pattern")
             continue
+        if not is_plain:
+            reason = "its keys hold no quotes, backslashes and control characters"
+            report.note(pointer, "patternProperties", reason, "leave them out of the pattern")
         if not is_anchored(pattern):
             reason = f"{pattern!r} covers the whole key"
             report.note(pointer, "patternProperties", reason, "anchor it with ^ and $")

@@ -24,7 +24,7 @@ from guided_spec.grammar.completion.endings import (
 from guided_spec.grammar.completion.rule_endings import NOWHERE, ParseStates
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
 from guided_spec.grammar.tables.token_table import (
     ANY_NUMBER,

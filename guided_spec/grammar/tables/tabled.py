@@ -13,7 +13,7 @@ from functools import partial
 
 from guided_spec.errors import GrammarError
 from guided_spec.grammar.completion.rules import tells_rules
-from guided_spec.grammar.document import NoTableError
+from guided_spec.grammar.limits import NoTableError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import tabled_part

@@ -10,8 +10,8 @@ from typing import Any
 
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
 from guided_spec.grammar.completion.rules import source_of
-from guided_spec.grammar.document import GrammarLimits, TableLimits
 from guided_spec.grammar.isolation import Workers
+from guided_spec.grammar.limits import GrammarLimits, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.tables.tabled import TabledGrammar, TableMaker

@@ -21,7 +21,8 @@ from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar, XGrammarSource
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
-from guided_spec.grammar.document import DocumentBackend, GrammarLimits, SpecDocument
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.recipe import Recipe

@@ -18,7 +18,7 @@ from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSche
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import (

@@ -23,7 +23,7 @@ from guided_spec.errors import ConfigError, GrammarStateError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec

@@ -31,7 +31,7 @@ from guided_spec.errors import (
     RequestError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.integrations.vllm import llm as integration
 from guided_spec.integrations.vllm import plugin
 from tests.integrations.vllm.fake import World, install

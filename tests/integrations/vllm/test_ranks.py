@@ -18,7 +18,7 @@ from torch import distributed
 
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import NoTableError, TableLimits
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TabledGrammar
