@@ -139,16 +139,8 @@ def _combined(one: Any, other: Any) -> list[Any] | None:
     merged = [merge(left, right) for left, right in pairs]
     if None in merged:
         return None
-    found = [option for option in merged if option is not False and not _lacks_a_key(option)]
+    found = [option for option in merged if option is not False]
     return found if len(found) <= max(len(one["anyOf"]), len(other["anyOf"])) else None
-
-
-def _lacks_a_key(schema: Any) -> bool:
-    """Whether it is of objects alone, with a key that must be there and cannot."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        return False
-    properties = schema.get("properties", {})
-    return any(properties.get(name) is False for name in schema.get("required", ()))
 
 
 def _with_valid_values(schema: dict[str, Any]) -> dict[str, Any]:

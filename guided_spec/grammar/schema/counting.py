@@ -64,7 +64,7 @@ def _names_dialect(parts: list[Any]) -> bool:
         part = parts.pop()
         spend(1)
         if isinstance(part, dict):
-            if "$schema" in part:
+            if isinstance(part.get("$schema"), str):
                 return True
             parts += part.values()
         elif isinstance(part, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,9 @@ _ONE = (
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("enum", "const", "default", "examples")
+# Neither a lookbehind nor an escaped parenthesis.
+_GROUP = re.compile(r"((?<!\\)(?:\\\\)*)\(\?<(?=[A-Za-z_])")
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
 
@@ -61,17 +65,55 @@ def with_draft(schema: Any) -> Any:
     if not isinstance(schema, dict) or "$schema" in schema:
         return schema
     is_listed = False
-    stack: list[Any] = [schema]
-    while stack:
-        node = stack.pop()
-        spend(1)
-        if not isinstance(node, dict) or (node is not schema and "$schema" in node):
-            continue
+    for node in _schemas(schema):
         if any(_is_flag(node, exclusive) for _, exclusive in _BOUNDS):
             return {"$schema": _OLDER_NAMES[4], **schema}
         is_listed |= isinstance(node.get("items"), list) and "prefixItems" not in node
-        stack += [part for _, part in subschemas(node)]
     return {"$schema": _OLDER_NAMES[2019], **schema} if is_listed else schema
+
+
+def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All that are of the root's draft."""
+    stack: list[Any] = [root]
+    while stack:
+        node = stack.pop()
+        spend(1)
+        if not isinstance(node, dict):
+            continue
+        if node is root or not isinstance(node.get("$schema"), str):
+            yield node
+            stack += [part for _, part in subschemas(node)]
+
+
+def with_named_groups(schema: Any) -> Any:
+    """A schema whose patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``."""
+    if not isinstance(schema, dict) or not any(map(_names_groups, _schemas(schema))):
+        return schema
+    return _with_named_groups(schema)
+
+
+def _names_groups(node: dict[str, Any]) -> bool:
+    named = node.get("patternProperties")
+    patterns = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
+    return any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
+
+
+def _with_named_groups(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_named_groups(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {k: v if k in _DATA else _with_named_groups(v) for k, v in value.items()}
+    if isinstance(value.get("pattern"), str):
+        changed["pattern"] = _in_python(value["pattern"])
+    if isinstance(changed.get("patternProperties"), dict):
+        parts = changed["patternProperties"].items()
+        changed["patternProperties"] = {_in_python(pattern): part for pattern, part in parts}
+    return changed
+
+
+def _in_python(pattern: str) -> str:
+    return _GROUP.sub(lambda found: f"{found[1]}(?P<", pattern)
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -128,7 +170,7 @@ def split_dialects(schema: Any) -> tuple[Any, list[Any]]:
             return {}
         return {name: change(part, is_root=False) for name, part in value.items()}
 
-    if not any("$schema" in node for node in _below(schema)):
+    if not any(isinstance(node.get("$schema"), str) for node in _below(schema)):
         return schema, inner
     return change(schema, is_root=True), inner
 

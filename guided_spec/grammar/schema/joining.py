@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import Any
 
-from guided_spec.grammar.regex import spend_on_search
+from guided_spec.grammar.regex import readable, spend_on_search
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _OF_MERGE = 4  # steps of merging two schemas
+_MOST_PAIRS = 64  # of alternatives that are written out
 # Keywords whose meaning depends on their neighbours: never split between the two sides.
 _OBJECT = {"properties", "patternProperties", "additionalProperties"}
 _ARRAY = {"prefixItems", "items"}
@@ -32,6 +34,8 @@ def merge(one: Any, other: Any) -> Any:
         return None
     spend(_OF_MERGE + len(one) + len(other))
     left, right = _asserting(one), _asserting(other)
+    if _lists(left) and _lists(right):
+        left, right = _with_enum(left), _with_enum(right)
     objects: dict[str, Any] | None = {}
     if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
         objects = _merge_objects(left, right)
@@ -42,9 +46,30 @@ def merge(one: Any, other: Any) -> Any:
         merged[key] = _merge_values(key, left[key], right[key])
         if merged[key] is None:
             return None
-        if key == "type" and not merged[key]:
+        if key in ("type", "enum") and not merged[key]:
             return False
-    return merged
+    return False if _lacks_a_key(merged) else merged
+
+
+def _lists(schema: dict[str, Any]) -> bool:
+    return "enum" in schema or "const" in schema
+
+
+def _with_enum(schema: dict[str, Any]) -> dict[str, Any]:
+    """Its values in one list."""
+    if "const" not in schema:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in ("const", "enum")}
+    is_listed = "enum" not in schema or _common([schema["const"]], schema["enum"])
+    return {**rest, "enum": [schema["const"]] if is_listed else []}
+
+
+def _lacks_a_key(schema: dict[str, Any]) -> bool:
+    """Whether it is of objects alone, with a key that must be there and cannot."""
+    if schema.get("type") != "object":
+        return False
+    properties = schema.get("properties", {})
+    return any(properties.get(name) is False for name in schema.get("required", ()))
 
 
 def conflict(one: Any, other: Any) -> str:
@@ -71,12 +96,47 @@ def _merge_values(key: str, one: Any, other: Any) -> Any:
     if key == "required":
         spend(len(one) + len(other))
         return list(dict.fromkeys([*one, *other]))
+    if key == "enum":
+        return _common(one, other)
+    if key == "anyOf":
+        return _pairs(one, other)
     if key in _LOWER:
         return max(one, other)
     if key in _UPPER:
         return min(one, other)
     # A null here is a const: two of them are not worth a special case.
     return one if text_of(one) == text_of(other) else None
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """The values of ``one`` that JSON holds equal to one of ``other``."""
+    known = {canonical(value) for value in other}
+    spend(len(one) + len(other))
+    return [value for value in one if canonical(value) in known]
+
+
+def _pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any] | None:
+    """The alternatives of two lists that both hold; None where they are many, or unclear."""
+    if len(one) * len(other) > _MOST_PAIRS:
+        return None
+    merged = [merge(left, right) for left, right in itertools.product(one, other)]
+    if any(option is None for option in merged):
+        return None
+    return [option for option in merged if option is not False] or [False]
+
+
+def canonical(value: Any) -> Hashable:
+    """What values that JSON holds equal share, as ``json.loads`` reads them: not 1 and true."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, list):
+        return tuple(map(canonical, value))
+    if isinstance(value, dict):
+        return frozenset((canonical(key), canonical(part)) for key, part in value.items())
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    number: float = value
+    return number
 
 
 def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
@@ -120,6 +180,11 @@ def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
 
 
 def _holds(pattern: str, name: str) -> bool:
+    """Whether a key matches a pattern of the schema, or one as a backend gets it."""
+    if "\\u{" in pattern:  # which no pattern of Python's has
+        own = readable(pattern)
+        spend_on_search(own, name)
+        return re.fullmatch(own, name) is not None
     spend_on_search(pattern, name)
     return re.search(pattern, name) is not None
 

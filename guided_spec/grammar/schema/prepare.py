@@ -21,7 +21,12 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.schema.dialect import in_newest, split_dialects, with_draft
+from guided_spec.grammar.schema.dialect import (
+    in_newest,
+    split_dialects,
+    with_draft,
+    with_named_groups,
+)
 from guided_spec.grammar.schema.keys import every_part
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -50,6 +55,7 @@ def check_schema(schema: Any) -> None:
     Schemas in it that name one of their own are held against that.
     """
     spend_on_value(schema)
+    schema = with_named_groups(schema)
     dated = with_draft(schema)
     outer, inner = split_dialects(dated)
     if dated is not schema:

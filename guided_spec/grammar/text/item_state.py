@@ -95,19 +95,6 @@ class ItemState(NamedTuple):
 START = ItemState()
 
 
-def canonical(value: Any) -> Value:
-    """A value, as ``json.loads`` reads it, as it stands in a state."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogatepass")
-    if isinstance(value, list):
-        return tuple(map(canonical, value))
-    if isinstance(value, dict):
-        return frozenset((canonical(key), canonical(part)) for key, part in value.items())
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return value
-
-
 def advance(rules: ItemRules, state: ItemState, data: bytes) -> ItemState | None:
     """The state after ``data``; None where an item equals an earlier one, or a number is too long.
 

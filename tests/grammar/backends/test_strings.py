@@ -84,9 +84,9 @@ def test_what_is_valid_is_admitted_or_noted(
         is_valid = validator.is_valid(text)
         admitted = accepts(compiled, json.dumps(text, ensure_ascii=False))
         assert is_valid or not admitted
-        if is_valid and not admitted:
-            assert notes
-            assert CONTROL.search(text) or "pattern" in notes or r"\s" in schema["pattern"]
+        if is_valid and not admitted and not re.search(r"[\x1c-\x1f\u2028]", text):
+            assert notes  # of \s, those are beyond ASCII's
+            assert CONTROL.search(text) or "pattern" in notes
 
 
 def test_texts_hold_no_raw_control_characters() -> None:

@@ -32,7 +32,7 @@ REFUSED = {
     "steps between numbers": {"multipleOf/2", "multipleOf/3"},
     "several patterns for one key": {"patternProperties/1", "patternProperties/2"}
     | {"patternProperties/3"},
-    "no positive spelling": {"not/8", "dependentSchemas/2"},
+    "no positive spelling": {"not/8"},
     "what branches evaluate": {"unevaluatedItems/12", "unevaluatedProperties/12"}
     | {"unevaluatedProperties/34"},
 }
@@ -42,6 +42,7 @@ NARROWER = {
     | {"type/0"},
     "numbers that are no integers": {"oneOf/0"},
     "control characters in keys": {"dependentRequired/3"},
+    "further keys where some are listed": {"dependentSchemas/2"},
     "items that stand together": {"maxContains/3", "minContains/2"},
     "what branches evaluate": {f"unevaluatedItems/{n}" for n in (8, 11, 14, 21, 22, 23, 24, 27)}
     | {f"unevaluatedProperties/{n}" for n in (11, 14, 15, 16, 17, 35, 39, 40)},

@@ -23,10 +23,11 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.document import DocumentCompiler
 from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.recipe import ItemRule, RecipeGrammar
+from guided_spec.grammar.schema.joining import canonical
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.text.item_state import START, ItemState, advance, canonical
+from guided_spec.grammar.text.item_state import START, ItemState, advance
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
 from guided_spec.grammar.text.state import new_text
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
