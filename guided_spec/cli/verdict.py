@@ -14,7 +14,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.backends.llguidance_schema import narrower_strings
+from guided_spec.grammar.backends.llguidance_schema import narrower_scalars
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -134,7 +134,7 @@ def _findings(
     notes = [*own, *_about_tags(schema)]
     if backend == "llguidance":
         lowered = lower(schema, additional=additional)
-        return [*found, *lowered.entries, *narrower_strings(lowered), *notes]
+        return [*found, *lowered.entries, *narrower_scalars(lowered), *notes]
     return [*found, *find_unenforced(schema, additional), *notes]
 
 

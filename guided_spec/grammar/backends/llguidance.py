@@ -37,7 +37,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.backends.llguidance_schema import (
     MOST_ITEMS,
-    narrower_strings,
+    narrower_scalars,
     prepare_for_llguidance,
 )
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
@@ -144,7 +144,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
 
     def entries(self, document: SpecDocument) -> Sequence[Unenforced]:
         """What of a JSON schema is not as it says: what others narrow too, and llguidance alone."""
-        own = narrower_strings(document.lowered) if document.spec.kind == "json_schema" else ()
+        own = narrower_scalars(document.lowered) if document.spec.kind == "json_schema" else ()
         return (*super().entries(document), *own)
 
     def _compile_in_order(

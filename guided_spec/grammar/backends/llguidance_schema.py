@@ -68,15 +68,21 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
     return prepared
 
 
-def narrower_strings(lowered: Lowered) -> list[Unenforced]:
-    """A note where strings may be free: llguidance writes no escapes of control characters."""
+def narrower_scalars(lowered: Lowered) -> list[Unenforced]:
+    """Notes where strings may be free, of which no control character is escaped, and on numbers."""
+    notes: dict[str, Unenforced] = {}
     for part in every_part(lowered.schema):
-        is_listed = isinstance(part, dict) and ("enum" in part or "const" in part)
+        words = part if isinstance(part, dict) else {}
+        is_listed = "enum" in words or "const" in words
         if part is True or (isinstance(part, dict) and not is_listed and _may_be_string(part)):
             reason = "strings hold no control characters but \\b, \\t, \\n, \\f and \\r"
             fix = "choose the backend xgrammar, where it takes the schema"
-            return [Unenforced("", "type", reason, fix, "note")]
-    return []
+            notes.setdefault("type", Unenforced("", "type", reason, fix, "note"))
+        bound = next((name for name in _NUMBERS[:4] if name in words), None)
+        if bound is not None and "number" in words.get("type", "number"):
+            reason, fix = "numbers between bounds have no exponent", "leave the bounds out"
+            notes.setdefault("number", Unenforced("", bound, reason, fix, "note"))
+    return [*notes.values()]
 
 
 def _may_be_string(schema: dict[str, Any]) -> bool:

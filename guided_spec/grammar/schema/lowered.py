@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from guided_spec.grammar.steps import spend
 
 _SHOWN = 5
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 # Steps of copying one schema, and of what it declares.
 _OF_COPY, _OF_DECLARING = 3, 8
 
@@ -64,8 +65,14 @@ class Report:
 
 
 def is_narrowed(entries: Sequence[Unenforced]) -> bool:
-    """Whether another backend might enforce more of the schema, or admit more of its values."""
-    return any(entry.by_backend for entry in entries)
+    """Whether another backend might enforce more of the schema, or admit more of its values.
+
+    Numbers between bounds are narrower with all of them.
+    """
+    return any(
+        entry.by_backend and not (entry.level == "note" and entry.keyword in _BOUNDS)
+        for entry in entries
+    )
 
 
 def narrowing(entries: Iterable[Unenforced]) -> list[Unenforced]:

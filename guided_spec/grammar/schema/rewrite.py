@@ -112,6 +112,10 @@ def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Repor
             fix = "list the values with enum, or use an integer type"
             report.error(pointer, "multipleOf", "the backend ignores it for numbers", fix)
         bounds = {k: v for k, v in words.items() if k != "multipleOf"}
+        if bounds:
+            reason = "numbers have six decimals at most, and no exponent"
+            fix = "choose the backend llguidance for more decimals"
+            report.note(pointer, next(iter(bounds)), reason, fix)
         return {"type": kind, **bounds} if _has_number(bounds) else False
     return _rewrite_integer(words, pointer, report)
 

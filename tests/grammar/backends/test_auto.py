@@ -7,10 +7,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.errors import (
+    ConfigError,
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
 from guided_spec.grammar.backends import auto
 from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.masks.walks import BYTES, accepts, walk
@@ -219,3 +225,14 @@ def test_speculation_changes_nothing_in_a_mixed_batch(backend: str) -> None:
     for proposer in ("ngram", "grammar_forced", "chain:grammar_forced+draft_model"):
         used = draft if "draft_model" in proposer else None
         assert texts(proposer, backend, batch=5, draft=used) == expected
+
+
+def test_bounds_of_numbers_choose_no_backend() -> None:
+    """They are narrower with either, which a note says."""
+    spec = GrammarSpec.json_schema({"type": "number", "minimum": 0})
+    assert AutoBackend(BYTES).compile(spec).backend == "xgrammar"
+    (note,) = XGrammarBackend(BYTES).entries(SpecDocument(spec))
+    assert (note.keyword, note.level) == ("minimum", "note")
+    none_left = {"type": "object", "properties": {"a": {"minimum": 0}, "b": False}}
+    with pytest.raises(UnsatisfiableGrammarError):
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema({**none_left, "required": ["b"]}))
