@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +54,10 @@ def main(  # noqa: PLR0913 - the options of a command
         str, typer.Option(help="closed, or schema: see GrammarSpec.")
     ] = "closed",
     output: Annotated[Path | None, typer.Option(help="JSON with every exception.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write a verdict for each schema.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Such verdicts; exits with 1 where one is another now.")
+    ] = None,
 ) -> None:
     """A table with a line for every split; ``--output`` names each schema that is not right."""
     with failures_as_messages():
@@ -73,6 +77,30 @@ def main(  # noqa: PLR0913 - the options of a command
     stdout().print(_table(report["splits"]))
     if output is not None:
         output.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+    words = words_of(verdicts)
+    if record is not None:
+        record.write_text(json.dumps(words, indent=0) + "\n", encoding="utf-8")
+    if compare is not None:
+        changed = differences(json.loads(compare.read_text(encoding="utf-8")), words)
+        for line in changed:
+            stdout().print(line, highlight=False)
+        if changed:
+            raise typer.Exit(1)
+
+
+def words_of(verdicts: Sequence[SchemaVerdict]) -> dict[str, str]:
+    """Of each schema by its split and id: what became of it, in a word or two."""
+    return {f"{verdict.split}/{verdict.id}": verdict.word for verdict in verdicts}
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A line for each schema that has another verdict than before, or is in one of them alone."""
+    names = dict.fromkeys([*before, *now])
+    return [
+        f"{name}: {before.get(name, 'not there')}, now {now.get(name, 'not there')}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
 
 
 def summarize(verdicts: Sequence[SchemaVerdict]) -> dict[str, Any]:

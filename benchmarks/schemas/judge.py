@@ -88,6 +88,17 @@ class SchemaVerdict(NamedTuple):
     invalid_texts: tuple[str, ...] = ()
 
     @property
+    def word(self) -> str:
+        """All of it in one word or two, to be compared with another run's."""
+        if self.outcome != "accepted":
+            return self.outcome
+        if self.false_accepts or self.invalid_texts:
+            return "wrong"
+        if self.is_right:
+            return "right"
+        return "right in order" if self.is_right_in_order else "narrower"
+
+    @property
     def is_right(self) -> bool:
         """Whether it was accepted, and everything about it is as the schema says."""
         wrong = self.false_accepts or self.false_rejects or self.invalid_texts

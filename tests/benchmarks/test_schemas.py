@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.schemas import files
 from benchmarks.schemas.corpus import Instance, SchemaCase, load_cases
 from benchmarks.schemas.enforced import main
 from benchmarks.schemas.judge import KeyOrder
@@ -84,3 +85,44 @@ def test_the_table_and_the_exceptions(tmp_path: Path) -> None:
     assert splits["all"]["invalid"] == 0
     assert [e["id"] for e in report["exceptions"]] == ["order", "refused", "empty", "5"]
     assert "y.json" in report["exceptions"][1]["reason"]
+
+
+def test_verdicts_are_recorded_and_compared(tmp_path: Path) -> None:
+    path, record = tmp_path / "cases.jsonl", tmp_path / "verdicts.json"
+    path.write_text("\n".join(map(json.dumps, LINES)))
+    app = typer.Typer()
+    app.command()(main)
+    arguments = [str(path), "--walks", "1"]
+    assert CliRunner().invoke(app, [*arguments, "--record", str(record)]).exit_code == 0
+    verdicts = json.loads(record.read_text())
+    assert verdicts["x/order"] == "right in order"
+    assert verdicts["x/refused"] == "unsupported"
+    assert verdicts["z/empty"] == "unsatisfiable"
+    assert CliRunner().invoke(app, [*arguments, "--compare", str(record)]).exit_code == 0
+    record.write_text(json.dumps({**verdicts, "x/order": "right", "gone": "right"}))
+    result = CliRunner().invoke(app, [*arguments, "--compare", str(record)])
+    assert result.exit_code == 1
+    assert "x/order: right, now right in order" in result.output
+    assert "gone: right, now not there" in result.output
+
+
+def test_files_are_judged_in_processes_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"$id": "https://example.com/a", "type": "null"}))
+    (tmp_path / "b.json").write_text(json.dumps({"$ref": "https://example.com/a"}))
+    (tmp_path / "c.json").write_text(json.dumps({"$ref": "https://example.com/gone"}))
+    (tmp_path / "d.json").write_text("no JSON")
+    output = tmp_path / "verdicts.jsonl"
+    app = typer.Typer()
+    app.command()(files.main)
+    result = CliRunner().invoke(app, [str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    found = {row["name"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert [found[name]["outcome"] for name in "abcd"] == [
+        *("compiles", "compiles", "UnsupportedSchemaError", "GrammarCompileError")
+    ]
+    assert found["a"]["row_p99"] > 0
+    assert found["c"]["row_p99"] is None
+    assert "gone" in found["c"]["reason"]
+    missing = CliRunner().invoke(app, [str(tmp_path / "absent")])
+    assert missing.exit_code == 1
+    assert "absent" in missing.output
