@@ -1,7 +1,8 @@
 """Which schema files compile as they are: ``python -m benchmarks.schemas.files FILES_OR_FOLDERS``.
 
 Each is compiled in a process of its own, as ``guided-spec check`` does, and then writes texts at
-random, of which every row is timed. References between the files are known by their ``$id``.
+random, of which every row is timed. The files may refer to each other by their names and by their
+``$id``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import json
 import multiprocessing
 import random
 import resource
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -59,6 +62,9 @@ def main(  # noqa: PLR0913 - the options of a command
     additional_properties: Annotated[
         str, typer.Option(help="closed, or schema: see GrammarSpec.")
     ] = "closed",
+    beside: Annotated[
+        Path | None, typer.Option(help="A folder of more files, to which these may refer.")
+    ] = None,
     max_seconds: Annotated[float, typer.Option(help="Of CPU for one file.")] = 30.0,
     output: Annotated[Path | None, typer.Option(help="JSON lines, one for each file.")] = None,
 ) -> None:
@@ -66,10 +72,13 @@ def main(  # noqa: PLR0913 - the options of a command
     with failures_as_messages():
         files = sorted(_files(paths))
         drawn = files if draw is None else sorted(random.Random(seed).sample(files, draw))  # noqa: S311
-        resources = {name: schema for file in files for name, schema in _named(file)}
+        others = [] if beside is None else sorted(_files([beside]))
+        resources = {name: part for file in [*others, *files] for name, part in _named(file)}
         loaded = load_tokenizer(named_model(tokenizer))
         vocabulary = Vocabulary.from_tokenizer(loaded, len(loaded), [loaded.eos_token_id or 0])
     backend = BackendChoice("auto", vocabulary)
+    for name in ("xgrammar", "llguidance"):  # each of which is made when it is first asked
+        backend.compile(replace(GrammarSpec.json_object(), backend=name))
     verdicts = []
     for file in drawn:
         settings = {"additional_properties": additional_properties, "resources": resources}
@@ -90,8 +99,10 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _named(file: Path) -> Iterator[tuple[str, Any]]:
-    """The schema by its URI, where it has one."""
+    """The schema by the name of its file, and by its URI where it has one."""
     schema = _read(file)
+    if isinstance(schema, dict):
+        yield file.name, schema
     for key in ("$id", "id") if isinstance(schema, dict) else ():
         if isinstance(schema.get(key), str) and schema[key].strip("#"):
             yield schema[key].removesuffix("#"), schema
@@ -117,7 +128,10 @@ def judge(
     try:
         verdict: FileVerdict = receiver.recv()
     except EOFError:
-        reason = f"beyond {max_seconds:g} s of CPU, or 4 GB"
+        process.join()
+        if process.exitcode != -signal.SIGXCPU:
+            raise RuntimeError(f"{file}: it ended with {process.exitcode}") from None
+        reason = f"beyond {max_seconds:g} s of CPU"
         verdict = FileVerdict(file.stem, kilobytes, "too dear", reason, "", max_seconds)
     process.join()
     return verdict
@@ -138,7 +152,7 @@ def _judge(
     try:
         text = file.read_text(encoding="utf-8-sig")
         compiled = backend.compile(GrammarSpec.json_schema(text, **settings))
-    except GrammarCompileError as error:
+    except (GrammarCompileError, MemoryError) as error:
         outcome, reason = type(error).__name__, str(error)
     seconds = time.process_time() - started
     name = getattr(compiled, "backend", "") if compiled is not None else ""

@@ -125,4 +125,4 @@ def test_files_are_judged_in_processes_of_their_own(tmp_path: Path) -> None:
     assert "gone" in found["c"]["reason"]
     missing = CliRunner().invoke(app, [str(tmp_path / "absent")])
     assert missing.exit_code == 1
-    assert "absent" in missing.output
+    assert "ConfigError: paths=" in missing.output

@@ -34,7 +34,10 @@ _ONE = (
     *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_MAPS = (
+    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+    "dependencies",
+)
 _DATA = ("enum", "const", "default", "examples")
 # Neither a lookbehind nor an escaped parenthesis.
 _GROUP = re.compile(r"((?<!\\)(?:\\\\)*)\(\?<(?=[A-Za-z_])")
@@ -85,30 +88,45 @@ def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
             stack += [part for _, part in subschemas(node)]
 
 
-def with_named_groups(schema: Any) -> Any:
-    """A schema whose patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``."""
-    if not isinstance(schema, dict) or not any(map(_names_groups, _schemas(schema))):
+def for_python(schema: Any) -> Any:
+    """A schema of the same meaning that Python's libraries read.
+
+    Patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``. ``dependencies`` are
+    all schemas where some are: referencing 0.37 takes the first of them for all.
+    """
+    if not isinstance(schema, dict) or not any(map(_is_foreign, _schemas(schema))):
         return schema
-    return _with_named_groups(schema)
+    return _for_python(schema)
 
 
-def _names_groups(node: dict[str, Any]) -> bool:
+def _is_foreign(node: dict[str, Any]) -> bool:
     named = node.get("patternProperties")
     patterns = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
-    return any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
+    has_groups = any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
+    return has_groups or _is_mixed(node.get("dependencies"))
 
 
-def _with_named_groups(value: Any) -> Any:
+def _is_mixed(dependencies: Any) -> bool:
+    parts = dependencies.values() if isinstance(dependencies, dict) else ()
+    return len({isinstance(part, list) for part in parts}) > 1
+
+
+def _for_python(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_named_groups(part) for part in value]
+        return [_for_python(part) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {k: v if k in _DATA else _with_named_groups(v) for k, v in value.items()}
+    changed = {k: v if k in _DATA else _for_python(v) for k, v in value.items()}
     if isinstance(value.get("pattern"), str):
         changed["pattern"] = _in_python(value["pattern"])
     if isinstance(changed.get("patternProperties"), dict):
         parts = changed["patternProperties"].items()
         changed["patternProperties"] = {_in_python(pattern): part for pattern, part in parts}
+    if _is_mixed(value.get("dependencies")):
+        changed["dependencies"] = {
+            name: {"required": part} if isinstance(part, list) else part
+            for name, part in changed["dependencies"].items()
+        }
     return changed
 
 

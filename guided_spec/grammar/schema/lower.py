@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
-from guided_spec.grammar.schema.dialect import NEWEST, with_draft, with_named_groups
+from guided_spec.grammar.schema.dialect import NEWEST, for_python, with_draft
 from guided_spec.grammar.schema.joining import any_of, join_all
 from guided_spec.grammar.schema.lowered import (
     AdditionalProperties,
@@ -475,7 +475,7 @@ def lower(
     filtered: leaves ``uniqueItems`` to the filter of ``text.unique_items``, where that can.
     additional: "closed" closes objects, see ``closed``.
     """
-    schema = with_named_groups(schema)
+    schema = for_python(schema)
     lowered = Lowered(schema, ())
     dated = with_draft(schema)
     if needs_lowering(dated):

@@ -22,10 +22,10 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.schema.dialect import (
+    for_python,
     in_newest,
     split_dialects,
     with_draft,
-    with_named_groups,
 )
 from guided_spec.grammar.schema.keys import every_part
 from guided_spec.grammar.schema.lower import lower
@@ -55,7 +55,7 @@ def check_schema(schema: Any) -> None:
     Schemas in it that name one of their own are held against that.
     """
     spend_on_value(schema)
-    schema = with_named_groups(schema)
+    schema = for_python(schema)
     dated = with_draft(schema)
     outer, inner = split_dialects(dated)
     if dated is not schema:

@@ -105,3 +105,28 @@ def test_null_of_openapi_is_a_note() -> None:
     assert '"null"' in entry.fix
     assert not lower_checked({"type": ["string", "null"], "nullable": True}).entries
     assert not lower_checked({"properties": {"nullable": {"type": "boolean"}}}).entries
+
+
+def test_groups_are_named_as_ecmascript_does() -> None:
+    schema = {"pattern": r"^(?<year>\d{4})-(?<month>\d\d)\(?<$", "type": "string"}
+    lowered = lower_checked(schema)
+    assert is_valid(lowered, "2024-05(<") or is_valid(lowered, "2024-05<")
+    assert not is_valid(lowered, "2024")
+    named = lower_checked({"patternProperties": {"^(?<a>x)$": {"type": "null"}}, "type": "object"})
+    assert is_valid(named, {"x": None})
+    assert not is_valid(named, {"x": 1})
+    data = {"const": {"pattern": "(?<a>x)"}}
+    assert is_valid(lower_checked(data), {"pattern": "(?<a>x)"})
+    with pytest.raises(GrammarCompileError, match="pattern"):
+        lower_checked({"pattern": "(?<a>x"})
+
+
+def test_dependencies_may_be_schemas_and_lists() -> None:
+    dependencies = {"a": {"properties": {"b": {"type": "null"}}}, "c": ["d"]}
+    for draft in ("http://json-schema.org/draft-07/schema#", OLD):
+        schema = {"$schema": draft, "type": "object", "dependencies": dependencies}
+        lowered = lower_checked(schema)
+        for value in ({}, {"a": 1, "b": None}, {"c": 1, "d": 1}):
+            assert is_valid(lowered, value)
+        for value in ({"a": 1, "b": 1}, {"c": 1}):
+            assert not is_valid(lowered, value)
