@@ -77,7 +77,10 @@ def main(  # noqa: PLR0913 - the options of a command
     stdout().print(_table(report["splits"]))
     if output is not None:
         output.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
-    words = words_of(verdicts)
+    _keep(words_of(verdicts), record, compare)
+
+
+def _keep(words: dict[str, str], record: Path | None, compare: Path | None) -> None:
     if record is not None:
         record.write_text(json.dumps(words, indent=0) + "\n", encoding="utf-8")
     if compare is not None:
