@@ -27,6 +27,7 @@ _LAST = 0x10FFFF
 ANY_CHARACTER: Ranges = ((1, 0xD7FF), (0xE000, _LAST))
 # What may stand unescaped between the quotes of a JSON string.
 JSON_PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST))
+JSON_ESCAPED: Ranges = ((0x01, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 
 _ASCII: dict[str, Ranges] = {
     "digit": ((48, 57),),
@@ -88,7 +89,7 @@ def readable(written: str) -> str:
     return pattern.removeprefix("^").removesuffix("$")
 
 
-Context = Literal["text", "json_string"]
+Context = Literal["text", "json_string", "json_text"]
 
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
@@ -112,13 +113,22 @@ _REFUSED = {
 _JSON_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
 
 
+def json_escape(character: str) -> str:
+    """A character as it stands in a JSON string, in one spelling."""
+    code = ord(character)
+    if any(low <= code <= high for low, high in JSON_PLAIN):
+        return character
+    return _JSON_ESCAPES.get(code, f"\\u{code:04x}")
+
+
 def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     """The backend's spelling of ``pattern``: every text it matches satisfies ``re.fullmatch``.
 
     It matches all such texts, with two exceptions: ``\\d``, ``\\w`` and ``\\s`` stand for ASCII
     characters only (their negations still leave out the whole Unicode class), and U+0000 is never
     matched. With ``context="json_string"`` the result matches the inside of a JSON string whose
-    decoded value satisfies the pattern; classes then leave out what JSON would have to escape.
+    decoded value satisfies the pattern; classes then leave out what JSON would have to escape. With
+    "json_text" they hold its escapes instead, one spelling for each character.
 
     Raises GrammarCompileError for a pattern that ``re`` refuses or that is no regular language.
     """
@@ -285,6 +295,13 @@ class _Writer:
             if ranges and not plain:
                 return self._escaped(ranges)
             ranges = plain
+        if self.context == "json_text" and (escaped := intersect(ranges, JSON_ESCAPED)):
+            plain = intersect(ranges, JSON_PLAIN)
+            options = [*([self._class(plain)] if plain else []), self._escaped(escaped)]
+            return f"(?:{'|'.join(options)})"
+        return self._class(ranges)
+
+    def _class(self, ranges: Ranges) -> str:
         if not ranges:
             what = "a class that holds nothing but U+0000 and halves of surrogate pairs"
             raise self._refuse(what, "widen it")
@@ -302,7 +319,7 @@ class _Writer:
         for low, high in ranges:
             spend(high - low)
             for code in range(low, high + 1):
-                escape = _JSON_ESCAPES.get(code, f"\\u{code:04x}")
+                escape = json_escape(chr(code))
                 options.append("".join(f"\\u{{{ord(char):x}}}" for char in escape))
         return f"(?:{'|'.join(options)})"
 

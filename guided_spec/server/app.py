@@ -39,6 +39,7 @@ from guided_spec.server.endpoints.reading import BodyRoute
 from guided_spec.server.endpoints.replies import (
     ChatReply,
     CompletionReply,
+    DeletedResponse,
     ModelCard,
     ModelList,
     ResponseReply,
@@ -48,6 +49,7 @@ from guided_spec.server.endpoints.responses import ResponseHandler
 from guided_spec.server.endpoints.tokens import tokenized
 from guided_spec.server.faults import add_handlers, json_response
 from guided_spec.server.middleware import (
+    CALLER,
     BoundedBody,
     CountedRequests,
     KnownHost,
@@ -197,6 +199,18 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         """Respond to a conversation."""
         handler = await service.workers.run(lambda: ResponseHandler(service, body))
         return await _answered(request, body, handler)
+
+    @app.get("/v1/responses/{response_id}", responses={200: {"model": ResponseReply}})
+    async def response(response_id: str) -> Response:
+        """A response that was stored."""
+        found = service.responses.find(response_id, CALLER.get())
+        return Response(found.reply, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}})
+    async def forget_response(response_id: str) -> Response:
+        """Forget a response, which others that went on from it do not need."""
+        service.responses.remove(response_id, CALLER.get())
+        return json_response(DeletedResponse(id=response_id).model_dump())
 
     @app.post("/v1/messages", responses=_documented(MessageBody))
     async def messages(request: Request, body: MessagesBody) -> Response:

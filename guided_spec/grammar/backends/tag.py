@@ -8,7 +8,8 @@ none of them. Here they become token formats, and the backend learns of those th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from xgrammar import structural_tag
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
+from guided_spec.grammar.backends.printed import json_text_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.schema.values import values_within
@@ -42,6 +44,8 @@ def prepare_tag(tag: Any, path: str = "") -> Any:
         return [prepare_tag(part, f"{path}[{at}]") for at, part in enumerate(tag)]
     if not isinstance(tag, dict):
         return tag
+    if tag.get("type") == "json_text":
+        return _prepared_text(tag)
     _check_fields(tag, path)
     prepared = {}
     for key, value in tag.items():
@@ -56,8 +60,20 @@ def prepare_tag(tag: Any, path: str = "") -> Any:
 
 
 def _prepared_schema(schema: Any, owner: Any) -> Any:
-    try:
+    with _blamed_on(owner):
         return prepare_schema(schema)
+
+
+def _prepared_text(content: dict[str, Any]) -> dict[str, Any]:
+    with _blamed_on(content.get(OWNER)):
+        return {"type": "grammar", "grammar": json_text_ebnf(content)}
+
+
+@contextmanager
+def _blamed_on(owner: Any) -> Iterator[None]:
+    """Errors say whose schema or grammar it is."""
+    try:
+        yield
     except GrammarCompileError as error:
         if owner is not None:
             error.args = (f"{owner}: {error}",)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
+from guided_spec.grammar.backends.printed import set_ranges, unescape
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize, to_fullmatch
+from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize, to_fullmatch
 
 
 def tells_rules(compiled: CompiledGrammar) -> bool:
@@ -257,9 +257,6 @@ _ITEM = re.compile(
     r"|(?P<mark>\(=?|\)|\|))"
 )
 _REGEX = re.compile(r'^Regex\("((?:[^"\\]|\\.)*)"(, json_string=true)?\)')
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|([^\\])")
-_MOST_SETS = 4096  # that are remembered
-_NAMED = dict(zip("nrt0abfve", "\n\r\t\0\a\b\f\v\x1b", strict=True))
 
 
 def read_rules(text: str) -> Rules:
@@ -300,10 +297,10 @@ class _Body:
         regex = _REGEX.match(self._text)
         if regex is not None:
             in_json = bool(regex.group(2))
-            pattern = _spelled(_unescape(regex.group(1)), in_json=in_json)
+            pattern = _spelled(unescape(regex.group(1)), in_json=in_json)
             RegexReader(rules, pattern, in_json=in_json).read(first, end)
             return
-        free = FreeText.parse(self._text, _unescape)
+        free = FreeText.parse(self._text, unescape)
         if free is not None:
             read_free_text(rules, free, self._names, first, end)
             return
@@ -337,7 +334,7 @@ class _Body:
     def _append(self, state: int, item: re.Match[str]) -> int:
         rules = self._rules
         if item.group("text") is not None:
-            return rules.text(state, _unescape(item.group("text")[1:-1]))
+            return rules.text(state, unescape(item.group("text")[1:-1]))
         if item.group("set") is None:
             return self._call(state, item)
         then = rules.new_state()
@@ -345,7 +342,7 @@ class _Body:
         if item.group("star"):
             rules.skips[state].append(then)
             begin = then
-        rules.set(begin, _ranges(item.group("set")[1:-1]), then)
+        rules.set(begin, set_ranges(item.group("set")[1:-1]), then)
         return then
 
     def _call(self, state: int, item: re.Match[str]) -> int:
@@ -366,35 +363,3 @@ def _spelled(pattern: str, *, in_json: bool) -> str:
         return to_fullmatch(pattern, context="json_string" if in_json else "text")
     except GrammarCompileError as error:
         raise UnreadableGrammarError(str(error)) from error
-
-
-def _unescape(text: str) -> str:
-    if "\\" not in text:
-        return text
-    found = []
-    for match in _ESCAPE.finditer(text):
-        *codes, named, plain = match.groups()
-        code = next((code for code in codes if code), None)
-        if code is not None:
-            found.append(chr(int(code, 16)))
-        else:
-            found.append(plain if plain is not None else _NAMED.get(named, named))
-    return "".join(found)
-
-
-@lru_cache(_MOST_SETS)
-def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Of ``a-z_`` or ``^a-z_``: inclusive ranges of code points. Grammars repeat them often."""
-    is_negated = text.startswith("^")
-    parts = [match.group(0) for match in _ESCAPE.finditer(text[is_negated:])]
-    found: list[tuple[int, int]] = []
-    at = 0
-    while at < len(parts):
-        low = ord(_unescape(parts[at]))
-        if at + 2 < len(parts) and parts[at + 1] == "-":
-            found.append((low, ord(_unescape(parts[at + 2]))))
-            at += 3
-        else:
-            found.append((low, low))
-            at += 1
-    return tuple(complement(normalize(found)) if is_negated else found)

@@ -18,8 +18,8 @@ from guided_spec.grammar.tools.format import (
     ToolCall,
     ToolRules,
     arguments_content,
+    begun_call,
     begun_length,
-    begun_object,
     either,
     in_sequence,
     literal,
@@ -114,7 +114,8 @@ class DelimitedFormat:
         while (found := text.find(trigger, at)) >= 0:
             free += text[at:found]
             block = self._read_block(text, found, tools, marks)
-            calls += [BegunCall(c.call.id, c.call.name, c.arguments) for c in block.calls]
+            whole = [(c.call.id, c.call.name, c.arguments) for c in block.calls]
+            calls += [BegunCall(*one, is_complete=True) for one in whole]
             if not block.is_whole:
                 begun = self._begun_call(text, block.behind, tools, marks)
                 return BegunText(free.strip(), (*calls, *begun), None, bool(begun))
@@ -130,9 +131,11 @@ class DelimitedFormat:
             return []
         for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
-            arguments = None if header is None else begun_object(text, header.end)
-            if header is not None and arguments is not None:
-                return [BegunCall(header.id, tool.name, arguments)]
+            if header is None:
+                continue
+            begun = begun_call(header.id, tool.name, text, header.end)
+            if begun is not None:
+                return [begun]
         return []
 
     def _call(self, tool: Tool) -> dict[str, Any]:
@@ -353,8 +356,8 @@ def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall 
 
 def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCall | None:
     for tool, end in _headers_of(text, tools, marks):
-        if (arguments := begun_object(text, end)) is not None:
-            return BegunCall("", tool.name, arguments)
+        if (begun := begun_call("", tool.name, text, end)) is not None:
+            return begun
     return None
 
 

@@ -178,6 +178,8 @@ class MessageBlocks:
             yield from self._begin(f"call {piece.call_index}", begun)
             if piece.arguments:
                 yield self._delta(type="input_json_delta", partial_json=piece.arguments)
+            if piece.is_complete:
+                yield from self._end()
         if chunk.completion is not None:
             yield from self._end()
 

@@ -71,10 +71,15 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
         "top_k": body.top_k,
         "stop": body.stop_sequences,
         "response_format": _response_format(output.get("format")),
-        "reasoning_effort": output.get("effort"),
+        "reasoning_effort": _effort(output.get("effort"), template),
         "chat_template_kwargs": _thinking(body.thinking, template),
     }
     return ChatBody.model_validate(fields)
+
+
+def _effort(effort: Any, template: str) -> Any:
+    """What to tell the template; Anthropic's default asks for nothing where it reads none."""
+    return None if effort == "high" and "reasoning_effort" not in template else effort
 
 
 def _response_format(wanted: Any) -> Any:

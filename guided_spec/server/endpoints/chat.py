@@ -9,11 +9,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatOptions, ChatRequest, ChatStream
+from guided_spec.engine.chat import (
+    ChatChunk,
+    ChatCompletion,
+    ChatOptions,
+    ChatRequest,
+    ChatStream,
+    ToolCallDelta,
+)
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
+from guided_spec.grammar.tools.custom import INPUT, custom_names
+from guided_spec.grammar.tools.format import ToolCall
 from guided_spec.server.endpoints.bodies import ChatBody
-from guided_spec.server.endpoints.messages import plain_messages, template_variables
+from guided_spec.server.endpoints.custom_calls import CustomCalls
+from guided_spec.server.endpoints.messages import (
+    plain_messages,
+    style_variables,
+    template_variables,
+)
 from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
@@ -23,6 +37,8 @@ from guided_spec.server.endpoints.replies import (
     ChatChunkReply,
     ChatReply,
     CountedChatChunkReply,
+    CustomCall,
+    CustomCallReply,
     Delta,
     FinishReason,
     MessageReply,
@@ -97,9 +113,8 @@ class ChatRun:
         if wanted is None:
             wanted, param = body.max_tokens, "max_tokens"
         limit = service.max_tokens(wanted, param)
-        variables = template_variables(body.chat_template_kwargs, service.template_arguments)
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
+        variables = style_variables(body.reasoning_effort, body.verbosity, service.template)
+        variables |= template_variables(body.chat_template_kwargs, service.template_arguments)
         options: ChatOptions = {
             "params": sampling_params(body, service.llm.default_params, limit),
             "chat_template_kwargs": variables,
@@ -126,6 +141,8 @@ class ChatHandler:
         self._service = service
         self._body = body
         self._run = ChatRun(service, body)
+        self._custom_names = custom_names(body.tools)
+        self._customs: dict[int, CustomCalls] = {}
         self._traces = SampleTraces(service, body.trace)
         self._piece = CountedChatChunkReply if body.includes_usage else ChatChunkReply
         self._head = {
@@ -156,6 +173,7 @@ class ChatHandler:
                 at = chunk.sample_index
                 if at not in streams:
                     streams[at] = ChatStream(request, at)
+                    self._customs[at] = CustomCalls(self._body.tools)
                     yield self._event(at, Delta(role="assistant", content=""))
                 trace = self._traces.piece(at, chunk)
                 for piece in self._pieces(streams[at].feed(chunk), trace):
@@ -165,15 +183,7 @@ class ChatHandler:
             yield event(self._piece.model_validate(fields))
 
     def _choice(self, index: int, answer: ChatCompletion, completion: Completion) -> ChatChoice:
-        calls = [
-            CallReply(
-                id=call.id,
-                function=CallFunction(
-                    name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)
-                ),
-            )
-            for call in answer.tool_calls
-        ]
+        calls = [self._call(call) for call in answer.tool_calls]
         content = None if calls and not answer.text else answer.text
         message = MessageReply(
             content=content, reasoning_content=answer.reasoning, tool_calls=calls or None
@@ -187,15 +197,28 @@ class ChatHandler:
             trace=self._traces.whole(index, completion),
         )
 
+    def _call(self, call: ToolCall) -> CallReply | CustomCallReply:
+        if call.name in self._custom_names:
+            custom = CustomCall(name=call.name, input=call.arguments[INPUT])
+            return CustomCallReply(id=call.id, custom=custom)
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        return CallReply(id=call.id, function=CallFunction(name=call.name, arguments=arguments))
+
+    def _call_delta(self, sample: int, piece: ToolCallDelta) -> CallDelta:
+        text, name = self._customs[sample].feed(piece), piece.name or None
+        return CallDelta(
+            index=piece.call_index,
+            id=piece.id or None,
+            type=None if name is None else "function" if text is None else "custom",
+            function=CallFunction(name=name, arguments=piece.arguments) if text is None else None,
+            custom=None if text is None else CustomCall(name=name, input=text),
+        )
+
     def _pieces(self, chunk: ChatChunk, trace: TraceReply | None) -> list[bytes]:
         calls = [
-            CallDelta(
-                index=piece.call_index,
-                id=piece.id or None,
-                type="function" if piece.name else None,
-                function=CallFunction(name=piece.name or None, arguments=piece.arguments),
-            )
+            self._call_delta(chunk.sample_index, piece)
             for piece in chunk.tool_calls
+            if piece.name or piece.arguments
         ]
         delta = Delta(
             content=chunk.text or None,

@@ -118,12 +118,13 @@ def test_reasoning_then_text_then_a_call() -> None:
         ChatChunk(
             0, tool_calls=(ToolCallDelta(0, "", "", ": 1}"), ToolCallDelta(1, "d", "go", ""))
         ),
+        ChatChunk(0, tool_calls=(ToolCallDelta(1, "", "", "{}", is_complete=True),)),
     ]
     found = [one.model_dump() for chunk in chunks for one in blocks.feed(chunk)]
     kinds = [one["type"].removeprefix("content_block_") for one in found]
     begun = ["start", "delta", "delta", "stop", "start", "delta", "stop"]
-    assert kinds == [*begun, "start", "delta", "delta", "stop", "start"]
-    assert [one["index"] for one in found] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert kinds == [*begun, "start", "delta", "delta", "stop", "start", "delta", "stop"]
+    assert [one["index"] for one in found] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     assert found[7]["content_block"] == {
         **{"type": "tool_use", "id": "toolu_abc", "name": "book", "input": {}}
     }
