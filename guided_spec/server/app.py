@@ -25,8 +25,13 @@ from pydantic import BaseModel
 import guided_spec
 from guided_spec.server.connection import BoundedConnection
 from guided_spec.server.drain import Drain, StoppableRequests
-from guided_spec.server.endpoints.anthropic import MessageBody, MessagesHandler
-from guided_spec.server.endpoints.anthropic_bodies import MessagesBody
+from guided_spec.server.endpoints.anthropic import (
+    MessageBody,
+    MessagesHandler,
+    TokenCount,
+    count_tokens,
+)
+from guided_spec.server.endpoints.anthropic_bodies import CountBody, MessagesBody
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -217,6 +222,11 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         """Reply to a conversation, in the form of Anthropic's interface."""
         handler = await service.workers.run(lambda: MessagesHandler(service, body))
         return await _answered(request, body, handler, error_name="error")
+
+    @app.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}})
+    async def messages_tokens(body: CountBody) -> Response:
+        """The tokens of a prompt, in the form of Anthropic's interface."""
+        return json_response((await count_tokens(service, body)).model_dump())
 
 
 async def _answered(

@@ -322,12 +322,6 @@ class MarkedReader:
         return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
 
 
-_PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
-_ENUM_KEYS = {"type", "title", "description", "default", "examples", "enum", "const"}
-_ROOT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_ROOT_KEYS |= {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
-
-
 OWNER = "owner"
 """A field that our tags add to a schema: whose schema it is, in the words of an error."""
 
@@ -363,60 +357,9 @@ def schema_content(tool: Tool, schema: Any, key: str | None = None) -> dict[str,
     return {"type": "json_schema", "json_schema": schema, OWNER: owner}
 
 
-def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
-    """The format of a tool's arguments in a structural tag.
-
-    argument: how one argument is written, such as ``<p={key}>{value}</p>``; None for JSON. In
-        marks, strings stand without quotes where their schema bounds nothing but their length or
-        lists them, and all else as JSON.
-
-    Raises ConfigError for a schema that cannot be written so.
-    """
-    if argument is None:
-        return schema_content(tool, tool.parameters)
-    _check_root(tool)
-    required = tool.parameters.get("required", [])
-    elements = []
-    for key, schema in tool.parameters.get("properties", {}).items():
-        begin, end = _around(argument, key)
-        content = _value_content(tool, key, schema)
-        # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
-        mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
-        one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
-        if rest:
-            one = in_sequence(one, literal(rest))
-        elements.append(one if key in required else {"type": "optional", "content": one})
-    return {"type": "sequence", "elements": elements or [literal("")]}
-
-
-def read_arguments(
-    tool: Tool, argument: str | None, text: str, at: int, marks: MarkedText
-) -> Arguments | None:
-    """What ``arguments_content`` has written into a text at an index; None where it has not."""
-    if argument is None:
-        return read_json(text, at)
-    values: dict[str, Any] = {}
-    for key, schema in tool.parameters.get("properties", {}).items():
-        begin, end = map(marks.mark, _around(argument, key))
-        if not text.startswith(begin, at):
-            continue
-        at += len(begin)
-        if _is_raw(tool, schema):
-            found = text.find(end, at)
-            if found < 0:
-                return None
-            values[key] = text[at:found]
-        else:
-            found, values[key] = _read_value(text, at)
-        if found < 0 or not text.startswith(end, found):
-            return None
-        at = found + len(end)
-    return Arguments(values, at) if {*tool.parameters.get("required", [])} <= {*values} else None
-
-
 def read_json(text: str, at: int) -> Arguments | None:
     """The JSON object at an index of a text."""
-    end, value = _read_value(text, at)
+    end, value = read_value(text, at)
     return Arguments(value, end) if isinstance(value, dict) else None
 
 
@@ -424,76 +367,17 @@ def begun_call(call_id: str, name: str, text: str, at: int) -> BegunCall | None:
     """A call whose JSON object begins at an index, as far as it is written; None if none does."""
     if not text.startswith("{", at):
         return None
-    end = _read_value(text, at)[0]
+    end = read_value(text, at)[0]
     return BegunCall(call_id, name, text[at:] if end < 0 else text[at:end], end >= 0)
 
 
-def _read_value(text: str, at: int) -> tuple[int, Any]:
+def read_value(text: str, at: int) -> tuple[int, Any]:
     """Where the JSON value at an index ends, and what it is; -1 where there is none."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
         return -1, None
     return end, value
-
-
-def _around(argument: str, key: str) -> tuple[str, str]:
-    begin, end = argument.replace("{key}", key).split("{value}")
-    return begin, end
-
-
-def _is_raw(tool: Tool, schema: Any) -> bool:
-    """Whether a value is written as text without quotes."""
-    if tool.input is not None or not isinstance(schema, Mapping):
-        return False
-    options = _options(schema)
-    if options is not None:
-        is_text = all(isinstance(o, str) and o and "<" not in o for o in options)
-        return is_text and schema.keys() <= _ENUM_KEYS
-    return schema.get("type") == "string" and schema.keys() <= _PLAIN_KEYS
-
-
-def _options(schema: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    options = schema.get("enum")
-    return options if isinstance(options, list) and options else None
-
-
-def _value_content(tool: Tool, key: str, schema: Any) -> dict[str, Any]:
-    if not _is_raw(tool, schema):
-        return schema_content(tool, _with_definitions(tool, schema), key)
-    options = _options(schema)
-    if options is not None:
-        return either([literal(option) for option in options])
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if least == 0 and most is None:
-        return {"type": "any_text"}
-    # What ends the value begins with "<" or a line break: without "<" it cannot stand inside.
-    return {"type": "regex", "pattern": f"[^<]{{{least},{'' if most is None else most}}}"}
-
-
-def _with_definitions(tool: Tool, schema: Any) -> Any:
-    shared = {
-        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
-    }
-    return {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
-
-
-def _check_root(tool: Tool) -> None:
-    parameters = tool.parameters
-    unknown = sorted(parameters.keys() - _ROOT_KEYS)
-    properties = parameters.get("properties", {})
-    missing = [key for key in parameters.get("required", []) if key not in properties]
-    if unknown or missing or parameters.get("type", "object") != "object":
-        reason = (
-            f"uses {unknown[0]}" if unknown else f"requires {missing}" if missing else "is none"
-        )
-        fix = (
-            f"of the tool {tool.name!r}: this format writes one argument after another, so the "
-            f"schema must be an object that lists its properties; it {reason}"
-        )
-        raise ConfigError("parameters", dict(parameters), fix)
 
 
 class ReadText(NamedTuple):

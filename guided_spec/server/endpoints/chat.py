@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 from guided_spec.engine.chat import (
     ChatChunk,
@@ -59,6 +59,14 @@ from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 
 
+class _Prompt(NamedTuple):
+    """A request, its tokens, and the argument that errors of its grammar are about."""
+
+    request: ChatRequest
+    token_ids: list[int]
+    param: str | None
+
+
 class ChatRun:
     """One conversation in the engine, for any endpoint."""
 
@@ -80,26 +88,38 @@ class ChatRun:
                 async for one in found:
                     yield one
 
+    async def count_tokens(self) -> int:
+        """The tokens of the prompt, which nothing is generated for. Raises ApiError."""
+        with self._service.admission.hold(1):
+            return len((await self._prompt()).token_ids)
+
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
         service = self._service
         with service.admission.enter(self.num_samples):
-            body, max_bytes = self._body, service.settings.max_schema_bytes
-            asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
-            try:
-                request = await service.workers.run(lambda: self._prepare(asked.spec))
-            except PromptError as error:
-                raise api_error(error, "messages") from error
-            prompts = await service.encode([request.prompt_ids], "messages")
-            self._tally.count_prompts(prompts)
-            # Of both the message names the one that is at fault.
-            named = {asked.param, "tools" if body.tools else None} - {None}
-            param = named.pop() if len(named) == 1 else None
-            is_traced = body.trace is not None
-            args = (prompts, request.params, param, self._tally)
+            request, token_ids, param = await self._prompt()
+            self._tally.count_prompts([token_ids])
+            is_traced = self._body.trace is not None
+            args = ([token_ids], request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     yield request, chunk
+
+    async def _prompt(self) -> _Prompt:
+        service, body, max_bytes = (
+            self._service,
+            self._body,
+            self._service.settings.max_schema_bytes,
+        )
+        asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
+        try:
+            request = await service.workers.run(lambda: self._prepare(asked.spec))
+        except PromptError as error:
+            raise api_error(error, "messages") from error
+        (token_ids,) = await service.encode([request.prompt_ids], "messages")
+        # Of both the message names the one that is at fault.
+        named = {asked.param, "tools" if body.tools else None} - {None}
+        return _Prompt(request, token_ids, named.pop() if len(named) == 1 else None)
 
     @property
     def usage(self) -> Usage:

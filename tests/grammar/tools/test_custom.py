@@ -32,7 +32,7 @@ def call(name: str, text: str, *, is_quoted: bool) -> str:
     one = CALLS[name].replace("%", f'{{"input": {written}}}')
     known: Any = TOOL_FORMATS[name]
     if name in XML:
-        before, after = known.argument.replace("{key}", "input").split("{value}")
+        before, after = known.argument.around("input", is_string=not is_quoted)
         argument = f"{before}{written if is_quoted else text}{after}"
         one = known.call.replace("{name}", "light").replace("{arguments}", argument)
         one = f"{known.opening}{one}{known.closing}"
