@@ -16,6 +16,7 @@ from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.printed import set_ranges, unescape
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.completion.spelling import NO_TEXT, mark_of
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize, to_fullmatch
 
@@ -30,10 +31,14 @@ def tells_rules(compiled: CompiledGrammar) -> bool:
 
 
 class RuleSource(NamedTuple):
-    """Where the rules of a grammar are read from: xgrammar's print of it, or a regex."""
+    """Where the rules of a grammar are read from: xgrammar's print of it, or a regex.
+
+    named: added tokens that it names; each is read as its mark, see ``mark_of``.
+    """
 
     text: str
     is_regex: bool
+    named: frozenset[int] = frozenset()
 
     def read(self) -> Rules:
         """The rules. Raises UnreadableGrammarError."""
@@ -43,7 +48,8 @@ class RuleSource(NamedTuple):
 def source_of(compiled: CompiledGrammar) -> RuleSource:
     """Of a compiled grammar. Raises UnreadableGrammarError where its backend tells no rules."""
     if isinstance(compiled, XGrammarGrammar):
-        return RuleSource(str(compiled.compiled.grammar), is_regex=False)
+        named = frozenset[int]() if compiled.source is None else compiled.source.named
+        return RuleSource(str(compiled.compiled.grammar), is_regex=False, named=named)
     if isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
         return RuleSource(compiled.pattern, is_regex=True)
     raise UnreadableGrammarError("its backend does not tell its rules")
@@ -249,9 +255,34 @@ def _byte_ranges(nexts: list[bytes]) -> list[tuple[int, int, bytes]]:
     return found
 
 
+_TOKENS = re.compile(
+    r"^TokenTagDispatch\(\s*(?P<tags>(?:\(\d+, [\w.:-]+\),\s*)*)"
+    r"loop_after_dispatch=(?P<loop>true|false),\s*excludes=\([\d, ]*\)\s*\)"
+)
+_TOKEN_TAG = re.compile(r"\((\d+), ([\w.:-]+)\)")
+
+
+def read_free_tokens(
+    rules: Rules, found: re.Match[str], names: Mapping[str, int], first: int, end: int
+) -> None:
+    """Add the states of any tokens but named ones, of which some go on with a rule.
+
+    found: of ``_TOKENS``.
+    """
+    rules.skips[first].append(end)
+    rules.chars[first].append((0, NO_TEXT - 1, first))
+    back = first if found["loop"] == "true" else end
+    for token_id, name in _TOKEN_TAG.findall(found["tags"]):
+        if name not in names:
+            raise UnreadableGrammarError(f"no rule is named {name}")
+        after = rules.bytes(first, mark_of(int(token_id)))
+        rules.calls[after].append(Call(names[name], back))
+
+
 _RULE = re.compile(r"^([\w.:-]+) ::= ", re.MULTILINE)
 _ITEM = re.compile(
     r'\s*(?:(?P<text>"(?:[^"\\]|\\.)*")'
+    r"|Token\((?P<tokens>\d+(?:, ?\d+)*)\)"
     r"|(?P<set>\[(?:[^\]\\]|\\.)*\])(?P<star>\*?)"
     r"|(?P<name>[\w.:-]+)(?:\{(?P<least>\d+),\s*(?P<most>-?\d+)\})?"
     r"|(?P<mark>\(=?|\)|\|))"
@@ -300,6 +331,9 @@ class _Body:
             pattern = _spelled(unescape(regex.group(1)), in_json=in_json)
             RegexReader(rules, pattern, in_json=in_json).read(first, end)
             return
+        if (tokens := _TOKENS.match(self._text)) is not None:
+            read_free_tokens(rules, tokens, self._names, first, end)
+            return
         free = FreeText.parse(self._text, unescape)
         if free is not None:
             read_free_text(rules, free, self._names, first, end)
@@ -335,6 +369,11 @@ class _Body:
         rules = self._rules
         if item.group("text") is not None:
             return rules.text(state, unescape(item.group("text")[1:-1]))
+        if item.group("tokens") is not None:
+            then = rules.new_state()
+            for token_id in item.group("tokens").split(","):
+                rules.skips[rules.bytes(state, mark_of(int(token_id)))].append(then)
+            return then
         if item.group("set") is None:
             return self._call(state, item)
         then = rules.new_state()
