@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import require_known_fields
+from guided_spec.kinds import require_known_fields, require_one_of
 
 INPUT = "input"
 PARAMETERS: Mapping[str, Any] = {
@@ -92,8 +92,7 @@ def _rule(place: str, wanted: Any) -> Mapping[str, str] | None:
         fix = 'must be {"syntax": "lark" or "regex", "definition": a str}'
         raise ConfigError(f"{place}.grammar", rule, fix)
     require_known_fields(f"{place}.grammar", rule, ("syntax", "definition"))
-    if rule.get("syntax") not in _KEYS:
-        raise ConfigError(f"{place}.grammar.syntax", rule.get("syntax"), "must be lark or regex")
+    require_one_of(f"{place}.grammar.syntax", rule.get("syntax"), _KEYS)
     if not isinstance(rule.get("definition"), str):
         raise ConfigError(f"{place}.grammar.definition", rule.get("definition"), "must be a str")
     return rule

@@ -134,7 +134,7 @@ RULE = {"type": "grammar", "syntax": "lark", "definition": "start: missing"}
         (
             {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
             "tools[0].format.syntax",
-            "must be lark or regex",
+            "must be one of lark, regex",
         ),
         (
             {"tools": [{"type": "custom", "name": "x", "format": {"type": "json"}}]},
