@@ -64,6 +64,21 @@ _DEEPSEEK = (
 )
 
 
+_DSML_CALL = '<｜DSML｜invoke name="{{ call.function.name }}">\n%ARGS%</｜DSML｜invoke>\n'.replace(
+    "%ARGS%",
+    _ARGUMENTS.replace(
+        "%ONE%",
+        '<｜DSML｜parameter name="{{ key }}" string="'
+        "{{ 'true' if value is string else 'false' }}\">" + _VALUE + "</｜DSML｜parameter>\n",
+    )
+    + "{% if not call.function.arguments %}%NONE%{% endif %}",
+)
+_DSML = _DEEPSEEK.replace("<｜tool▁calls▁begin｜>", "<｜DSML｜%BLOCK%>\n").replace(
+    "%CALL%<｜tool▁call▁end｜>", _DSML_CALL
+)
+_DSML = _DSML.replace("<｜tool▁calls▁end｜>", "</｜DSML｜%BLOCK%>")
+
+
 def _block(begin: str, call: str, end: str) -> str:
     calls = f"{{% for call in m.tool_calls %}}{call}{{% endfor %}}"
     return f"{{% if m.tool_calls %}}{begin}{calls}{end}{{% endif %}}"
@@ -140,6 +155,11 @@ TEMPLATES = {
         "<｜tool▁call▁begin｜>{{ call.function.name }}<｜tool▁sep｜>"
         "{{ call.function.arguments | tojson }}",
     ),
+    "deepseek_v4_1": _DSML.replace("%BLOCK%", "calls")
+    .replace("%NONE%", "\n")
+    .replace("｜DSML｜", "｜DSML｜ "),
+    "deepseek_v3_2": _DSML.replace("%BLOCK%", "function_calls").replace("%NONE%", "\n"),
+    "deepseek_v4": _DSML.replace("%BLOCK%", "tool_calls").replace("%NONE%", ""),
     "harmony": (
         "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
         "{% for m in messages %}{% if m.tool_calls %}"

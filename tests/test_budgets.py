@@ -14,13 +14,13 @@ BUDGETS = {
     "cli": 1_580,  # 10 more: what of a schema is refused in tags, who takes a draft
     "engine": 6_140,  # 150 more: forms beside tools, checks before loading
     "evaluate": 1_020,
-    "grammar": 16_960,  # unique items by a filter, calls or a form, fields at every depth, workers
-    "integrations": 8_190,  # 10 more: what a filter would enforce is refused inside vLLM
+    "grammar": 17_640,  # 680 more: custom tools, optional strings bare, endings of added tokens
+    "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_750,
     "models": 10_610,  # 140 more: GGUF files
     "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
     "proposers": 3_180,  # 40 more: which of them take a draft, their kernels
-    "server": 4_160,  # 550 more: Anthropic's messages, fields at every depth
+    "server": 4_640,  # 480 more: custom tools, responses that are stored, counted tokens
     "trace": 760,
     "training": 6_430,
     ".": 2_170,  # 60 more: the nearest known names

@@ -21,6 +21,7 @@ from guided_spec.engine.reasoning import Reasoning, ReasoningState
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import BEGINNINGS, FINAL_CHANNEL
+from guided_spec.grammar.tools.custom import as_function_call
 from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
     BegunText,
@@ -276,7 +277,7 @@ class Chat:
         listed = tool_dicts(tools) if tools else None
         prompt = self._render(messages, {**variables, "tools": listed})
         template = self._tokenizer.get_chat_template(variables.get("chat_template"), tools=listed)
-        parsed = read_tools(listed or [])
+        parsed = read_tools(tools or [])
         _require_rendered(parsed, template, prompt)
         choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
         reader = self._reader(template, prompt, left, options)
@@ -417,6 +418,7 @@ def _with_changed(message: Any, change: Callable[[Any], Any]) -> Any:
         return message  # the template's to judge
     calls = []
     for call in written:
+        call = as_function_call(call)
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             changed = {**function, "arguments": change(function["arguments"])}
@@ -443,12 +445,15 @@ class ToolCallDelta(NamedTuple):
 
     call_index: of the call in the reply. id, name: on the call's first piece, "" on the others.
     arguments: what follows, as JSON text. A form of calls that is not JSON gives it in one piece.
+    is_complete: whether it is the last piece, which is known as soon as it is written. A call that
+        was cut off has no last piece.
     """
 
     call_index: int
     id: str
     name: str
     arguments: str
+    is_complete: bool = False
 
 
 class ChatChunk(NamedTuple):
@@ -483,6 +488,7 @@ class ChatStream:
         self._sent_reasoning = 0
         self._shown = self._shown_reasoning = ""
         self._sent_arguments: list[int] = []  # of each call that has begun
+        self._num_complete = 0  # calls whose last piece has been sent
         self._visible = 0
 
     def feed(self, chunk: Chunk) -> ChatChunk:
@@ -517,8 +523,10 @@ class ChatStream:
                 self._sent_arguments.append(0)
             arguments = self._show(call.arguments[self._sent_arguments[index] :])
             self._sent_arguments[index] = len(call.arguments)
-            if name or arguments:
-                pieces.append(ToolCallDelta(index, call_id, name, arguments))
+            is_last = call.is_complete and index >= self._num_complete
+            self._num_complete += is_last
+            if name or arguments or is_last:
+                pieces.append(ToolCallDelta(index, call_id, name, arguments, is_last))
         return tuple(pieces)
 
     def _end(self, piece: ChatChunk, completion: Completion, begun: BegunText) -> ChatChunk:
@@ -530,8 +538,9 @@ class ChatStream:
             rest = _rest(answer.text, self._shown) or _rest(answer.text.lstrip(), self._shown)
             piece = piece._replace(text=piece.text + rest)
         sent = len(self._sent_arguments)
+        written = [json.dumps(call.arguments, ensure_ascii=False) for call in answer.tool_calls]
         calls = [
-            ToolCallDelta(at, call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))
+            ToolCallDelta(at, call.id, call.name, written[at], is_complete=True)
             for at, call in enumerate(answer.tool_calls)
             if at >= sent
         ]

@@ -37,7 +37,7 @@ from guided_spec.home import Home
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
     from guided_spec.grammar.completion.rule_endings import ReadRules
     from guided_spec.grammar.completion.rules import RuleSource
-    from guided_spec.grammar.completion.spelling import Spelling
+    from guided_spec.grammar.completion.spelling import Spellings
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
     from guided_spec.grammar.tables.token_table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
@@ -393,10 +393,10 @@ class _Bench:
         self._backend = backend
 
     @cached_property
-    def _spelling(self) -> Spelling:
-        from guided_spec.grammar.completion.spelling import Spelling
+    def _spellings(self) -> Spellings:
+        from guided_spec.grammar.completion.spelling import Spellings
 
-        return Spelling(self._backend.vocabulary)
+        return Spellings(self._backend.vocabulary)
 
     def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | TriedOut:
         """The job's result."""
@@ -414,7 +414,7 @@ class _Bench:
             texts = [str(one.message) for one in caught if one.category is UserWarning]
             rules = self._rules_of(compiled) if job.is_small else None
             return TriedOut(_recipe_of(job, compiled), tuple(texts), rules)
-        return proven_table(tabled_part(compiled), self._spelling, job.tables)
+        return proven_table(tabled_part(compiled), self._spellings.of(frozenset()), job.tables)
 
     def _rules_of(self, compiled: CompiledGrammar) -> ReadRules | Exception:
         from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
@@ -429,8 +429,9 @@ class _Bench:
         from guided_spec.grammar.completion.endings import UnreadableGrammarError
         from guided_spec.grammar.completion.rule_endings import read_source
 
-        found = read_source(source, self._spelling)
-        found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
+        spelling = self._spellings.of(source.named)
+        found = read_source(source, spelling)
+        found.shortest.by_tokens(spelling.num_tokens)  # goes along
         if len(pickle.dumps(found)) > _LONGEST_RULES:
             raise UnreadableGrammarError("its rules are too long to be handed over")
         return found

@@ -118,6 +118,15 @@ _REFUSED = {
 _JSON_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
 
+def json_escape(character: str) -> str:
+    """A character as it stands in a JSON string, in one spelling."""
+    code = ord(character)
+    if any(low <= code <= high for low, high in JSON_PLAIN):
+        return character
+    named = _JSON_ESCAPES.get(code)
+    return f"\\u{code:04x}" if named is None else f"\\{named}"
+
+
 def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     """The backend's spelling of ``pattern``: every text it matches satisfies ``re.fullmatch``.
 

@@ -25,8 +25,13 @@ from pydantic import BaseModel
 import guided_spec
 from guided_spec.server.connection import BoundedConnection
 from guided_spec.server.drain import Drain, StoppableRequests
-from guided_spec.server.endpoints.anthropic import MessageBody, MessagesHandler
-from guided_spec.server.endpoints.anthropic_bodies import MessagesBody
+from guided_spec.server.endpoints.anthropic import (
+    MessageBody,
+    MessagesHandler,
+    TokenCount,
+    count_tokens,
+)
+from guided_spec.server.endpoints.anthropic_bodies import CountBody, MessagesBody
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -39,6 +44,7 @@ from guided_spec.server.endpoints.reading import BodyRoute
 from guided_spec.server.endpoints.replies import (
     ChatReply,
     CompletionReply,
+    DeletedResponse,
     ModelCard,
     ModelList,
     ResponseReply,
@@ -48,6 +54,7 @@ from guided_spec.server.endpoints.responses import ResponseHandler
 from guided_spec.server.endpoints.tokens import tokenized
 from guided_spec.server.faults import add_handlers, json_response
 from guided_spec.server.middleware import (
+    CALLER,
     BoundedBody,
     CountedRequests,
     KnownHost,
@@ -198,11 +205,28 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         handler = await service.workers.run(lambda: ResponseHandler(service, body))
         return await _answered(request, body, handler)
 
+    @app.get("/v1/responses/{response_id}", responses={200: {"model": ResponseReply}})
+    async def response(response_id: str) -> Response:
+        """A response that was stored."""
+        found = service.responses.find(response_id, CALLER.get())
+        return Response(found.reply, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}})
+    async def forget_response(response_id: str) -> Response:
+        """Forget a response, which others that went on from it do not need."""
+        service.responses.remove(response_id, CALLER.get())
+        return json_response(DeletedResponse(id=response_id).model_dump())
+
     @app.post("/v1/messages", responses=_documented(MessageBody))
     async def messages(request: Request, body: MessagesBody) -> Response:
         """Reply to a conversation, in the form of Anthropic's interface."""
         handler = await service.workers.run(lambda: MessagesHandler(service, body))
         return await _answered(request, body, handler, error_name="error")
+
+    @app.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}})
+    async def messages_tokens(body: CountBody) -> Response:
+        """The tokens of a prompt, in the form of Anthropic's interface."""
+        return json_response((await count_tokens(service, body)).model_dump())
 
 
 async def _answered(

@@ -22,6 +22,7 @@ from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
+from guided_spec.server.stored import ResponseStore
 from guided_spec.server.workers import Workers
 from guided_spec.types import SamplingParams, sample_seed
 
@@ -42,6 +43,8 @@ class ServerSettings(ServerLimits):
     max_schema_bytes: of one request's schema or grammar, and of its tools together.
     max_prompt_tokens, max_output_tokens: of one sample; None is what the model's context leaves.
     tool_format: form of calls, where the chat template does not show it; see ``TOOL_FORMATS``.
+    store_responses: responses that are kept, for ``previous_response_id``; 0 keeps none.
+    store_seconds, store_bytes: for how long each, and how much of all; the oldest go first.
     max_connections: open at the same time; further ones are answered with 503.
     drain_seconds: after SIGTERM, in which running and waiting requests may finish.
     playground: whether ``/`` is a page to try things on, and requests may ask for a ``trace``.
@@ -61,7 +64,8 @@ class ServerSettings(ServerLimits):
         if self.tool_format is not None:
             get_tool_format(self.tool_format)
         for field in fields(self):
-            value, low = getattr(self, field.name), 0 if field.name == "max_queue" else 1
+            may_be_none = field.name in ("max_queue", "store_responses")
+            value, low = getattr(self, field.name), 0 if may_be_none else 1
             if isinstance(value, int | float) and field.name != "playground" and not value >= low:
                 raise ConfigError(field.name, value, f"must be a number of at least {low}")
         if not self.model_names:
@@ -140,6 +144,9 @@ class Service:
         self.metrics = Metrics(self._load)
         self.admission = Admission(llm.load.num_slots, settings.max_queue)
         self.workers = Workers()
+        self.responses = ResponseStore(
+            settings.store_responses, settings.store_seconds, settings.store_bytes
+        )
         self._slots = Slots(llm.load.num_slots)
         self.started = int(time.time())
         template = llm.tokenizer.chat_template

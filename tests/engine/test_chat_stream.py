@@ -38,6 +38,7 @@ class Joined(NamedTuple):
 def join(chunks: list[ChatChunk], sample: int = 0) -> Joined:
     chunks = [chunk for chunk in chunks if chunk.sample_index == sample]
     calls: list[list[str]] = []
+    complete = set[int]()
     for piece in (piece for chunk in chunks for piece in chunk.tool_calls):
         if piece.call_index == len(calls):
             assert piece.name
@@ -45,9 +46,15 @@ def join(chunks: list[ChatChunk], sample: int = 0) -> Joined:
         else:
             assert not piece.name
             assert not piece.id
+        assert piece.call_index not in complete
         calls[piece.call_index][2] += piece.arguments
+        if piece.is_complete:
+            complete.add(piece.call_index)
+            json.loads(calls[piece.call_index][2])
     text = "".join(chunk.text for chunk in chunks)
     reasoning = "".join(chunk.reasoning for chunk in chunks)
+    last = chunks[-1].completion
+    assert len(complete) >= (0 if last is None else len(last.tool_calls))
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
     return Joined(text, reasoning, calls, num_tokens, chunks[-1])
 

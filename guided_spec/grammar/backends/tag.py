@@ -8,7 +8,8 @@ none of them. Here they become token formats, and the backend learns of those th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -16,6 +17,8 @@ from xgrammar import structural_tag
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
+from guided_spec.grammar.backends.free_text import text_without
+from guided_spec.grammar.backends.printed import json_text_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.schema.values import values_within
@@ -42,6 +45,8 @@ def prepare_tag(tag: Any, path: str = "") -> Any:
         return [prepare_tag(part, f"{path}[{at}]") for at, part in enumerate(tag)]
     if not isinstance(tag, dict):
         return tag
+    if tag.get("type") == "json_text":
+        return _prepared_text(tag)
     _check_fields(tag, path)
     prepared = {}
     for key, value in tag.items():
@@ -56,8 +61,20 @@ def prepare_tag(tag: Any, path: str = "") -> Any:
 
 
 def _prepared_schema(schema: Any, owner: Any) -> Any:
-    try:
+    with _blamed_on(owner):
         return prepare_schema(schema)
+
+
+def _prepared_text(content: dict[str, Any]) -> dict[str, Any]:
+    with _blamed_on(content.get(OWNER)):
+        return {"type": "grammar", "grammar": json_text_ebnf(content)}
+
+
+@contextmanager
+def _blamed_on(owner: Any) -> Iterator[None]:
+    """Errors say whose schema or grammar it is."""
+    try:
+        yield
     except GrammarCompileError as error:
         if owner is not None:
             error.args = (f"{owner}: {error}",)
@@ -188,7 +205,7 @@ class _Writer:
     def _tag(self, tag: dict[str, Any]) -> dict[str, Any]:
         """``begin`` and ``end`` as one string or token each; the rest of them joins the content."""
         begin, end = self._ends(tag.get("begin")), self._ends(tag.get("end"))
-        content = self.rewrite(tag.get("content"))
+        content = self._inside(tag.get("content"), tag.get("end"))
         if begin is None or end is None:
             return {**tag, "content": content}
         first, last = begin[:1], end[-1:]
@@ -200,38 +217,62 @@ class _Writer:
             "end": _edge(last),
         }
 
+    def _inside(self, content: Any, end: Any) -> Any:
+        """The content of a tag. Free text goes on to where the end of the tag first stands."""
+        if not isinstance(content, dict) or content.get("type") != "any_text":
+            return self.rewrite(content)
+        ends = [end] if isinstance(end, str) else _texts(end)
+        return self._any_text(content, [end for end in ends if not self._has_token(end)])
+
     def _ends(self, edge: Any) -> list[dict[str, Any]] | None:
         """The parts of a tag's ``begin`` or ``end``; None for what stays as it is."""
         if isinstance(edge, str):
             return self._parts(edge)
         if isinstance(edge, dict):
             return [self.rewrite(edge)]
-        if any(part["type"] == "token" for text in _texts(edge) for part in self._parts(text)):
+        if any(map(self._has_token, _texts(edge))):
             raise GrammarCompileError(
                 "the structural_tag has several ends with added tokens; choose one end"
             )
         return None
 
     def _triggered(self, node: dict[str, Any]) -> dict[str, Any]:
-        triggers = [self._ends(t) or [] for t in node.get("triggers", [])]
+        triggers = [self._parts(trigger) for trigger in node.get("triggers", [])]
         triggers += [[_token(self._id(t))] for t in node.get("trigger_tokens", [])]
         tags = [self._tag(tag) for tag in node.get("tags", [])]
-        if not any(part["type"] == "token" for trigger in triggers for part in trigger):
-            self._refuse_leaks(node)
+        has_tokens = any(part["type"] == "token" for trigger in triggers for part in trigger)
+        if not tags or not (has_tokens or self.named):
             return {**node, "tags": tags, "excludes": self._spelled(node)} if tags else node
         ids: list[Any] = [*dict.fromkeys(trigger[0].get("token") for trigger in triggers)]
         starts = [tag["begin"] for tag in tags]
         if None in ids or any(not isinstance(s, dict) or s["token"] not in ids for s in starts):
-            raise GrammarCompileError(
-                "the structural_tag has triggers with and without added tokens in one format; "
-                "let all begin with one"
-            )
+            return self._after_text(node, triggers, tags)
         if self._spelled(node):
             raise GrammarCompileError(
                 f"the structural_tag excludes {self._spelled(node)[0]!r}, which cannot be kept out "
                 "of text that a token ends; leave it out"
             )
         return self._dispatch(node, ids, tags)
+
+    def _after_text(
+        self, node: dict[str, Any], triggers: list[list[dict[str, Any]]], tags: list[Any]
+    ) -> dict[str, Any]:
+        """Free text of characters, in which no trigger stands, before each of the tags."""
+        texts = [part["value"] for trigger in triggers for part in trigger if "value" in part]
+        is_spelled = len(texts) == len(triggers) and all(len(trigger) == 1 for trigger in triggers)
+        excluded = [*texts * is_spelled, *self._spelled(node)]
+        if not is_spelled and any(len(trigger) == 1 for trigger in triggers):
+            raise GrammarCompileError(
+                "the structural_tag has triggers with and without added tokens in one format; "
+                "let all hold one, or none"
+            )
+        free = _free_text(excluded)
+        call = either(tags)
+        if node.get("stop_after_first"):
+            once = in_sequence(free, {"type": "optional", "content": call})
+            return call if node.get("at_least_one") else once
+        more = in_sequence({"type": "star", "content": in_sequence(free, call)}, free)
+        return in_sequence(call, more) if node.get("at_least_one") else more
 
     def _dispatch(self, node: dict[str, Any], ids: list[int], tags: list[Any]) -> dict[str, Any]:
         # Not token_triggered_tags: xgrammar 0.2.8 forgets its exclude_tokens.
@@ -252,11 +293,14 @@ class _Writer:
         first = either(tags)
         return first if once else in_sequence(first, free)
 
-    def _any_text(self, node: dict[str, Any]) -> dict[str, Any]:
-        # With excludes the text is bytes of any kind, and would hold the tokens that are named.
+    def _any_text(self, node: dict[str, Any], ends: Sequence[str] = ()) -> dict[str, Any]:
+        """Free text; where tokens are named it is of characters, for bytes would hold them.
+
+        ends: what follows it, one of these.
+        """
         spelled = self._spelled(node)
-        if spelled:
-            self._refuse_leaks(node)
+        if self.named:
+            return _free_text([*ends, *spelled])
         return {**node, "excludes": spelled}
 
     def _spelled(self, node: dict[str, Any]) -> list[str]:
@@ -273,6 +317,9 @@ class _Writer:
                 f"the structural_tag cannot keep {names[0]!r} out of its {node['type']}; let its "
                 "triggers begin with an added token, and exclude no other text"
             )
+
+    def _has_token(self, text: str) -> bool:
+        return any(part["type"] == "token" for part in self._parts(text))
 
     def _parts(self, text: str) -> list[dict[str, Any]]:
         """The text as strings and tokens in turn; one empty string for no text."""
@@ -310,6 +357,12 @@ def _token(token_id: int) -> dict[str, Any]:
 def _edge(parts: list[dict[str, Any]]) -> Any:
     (part,) = parts
     return part["value"] if part["type"] == "const_string" else part
+
+
+def _free_text(excluded: list[str]) -> dict[str, Any]:
+    if not all(excluded):
+        raise GrammarCompileError("the structural_tag excludes the empty text; leave it out")
+    return {"type": "grammar", "grammar": text_without(excluded)}
 
 
 def _after_token(tag: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from guided_spec.grammar.completion.rule_endings import (
 )
 from guided_spec.grammar.completion.rules import RuleSource, source_of
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
-from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.completion.spelling import Spelling, Spellings
 from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import UNBOUND
@@ -157,6 +157,7 @@ class EndingsCache:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._known: WeakKeyDictionary[CompiledGrammar, Endings] = WeakKeyDictionary()
+        self._spellings = Spellings(vocabulary)
 
     def of(
         self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules] | None = None
@@ -202,7 +203,7 @@ class EndingsCache:
 
     def read_here(self, source: RuleSource) -> ReadRules:
         """What a grammar's rules say, see ``read_source``."""
-        return read_source(source, self.spelling)
+        return read_source(source, self._spellings.of(source.named))
 
     def _make(self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules]) -> Endings:
         if isinstance(compiled, TabledGrammar):
@@ -218,7 +219,7 @@ class EndingsCache:
     @cached_property
     def spelling(self) -> Spelling:
         """Its tokens byte by byte."""
-        return Spelling(self.vocabulary)
+        return self._spellings.of(frozenset())
 
     @cached_property
     def _tokens(self) -> SearchTokens:
@@ -229,12 +230,16 @@ class EndingsCache:
     ) -> RuleEndings | None:
         """None where no rules are known or understood, or where they say something else."""
         try:
-            shortest, first = read(source_of(compiled))
-            endings = RuleEndings(ParseStates(shortest), self.spelling)
+            source = source_of(compiled)
+            shortest, first = read(source)
+            spelling = self._spellings.of(source.named)
+            endings = RuleEndings(ParseStates(shortest), spelling)
         except (UnreadableGrammarError, EndLostError):
             return None
         own = legal_row(compiled.new_matcher(), self.vocabulary.vocab_size)
-        return endings if np.array_equal(first, own) else None
+        # Where marks are read, rules say nothing of other tokens with a byte that no text holds.
+        told = ~self.spelling.without_text if source.named else np.int32(-1)
+        return endings if np.array_equal(first & told, own & told) else None
 
 
 @dataclass(frozen=True, eq=False)

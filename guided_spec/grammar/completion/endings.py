@@ -192,7 +192,11 @@ class Rules:
 
     def text(self, state: int, text: str) -> int:
         """Add the states of a text; returns the one after it."""
-        for byte in text.encode("utf-8", "surrogatepass"):
+        return self.bytes(state, text.encode("utf-8", "surrogatepass"))
+
+    def bytes(self, state: int, data: bytes) -> int:
+        """Add the states of some bytes; returns the one after them."""
+        for byte in data:
             state = self.step(state, byte, byte)
         return state
 

@@ -22,7 +22,7 @@ from guided_spec.grammar.completion.endings import (
     rest_of_call,
 )
 from guided_spec.grammar.completion.rules import RuleSource
-from guided_spec.grammar.completion.spelling import Characters, Spelling
+from guided_spec.grammar.completion.spelling import NO_TEXT, Characters, Spelling
 from guided_spec.grammar.text.row_filter import Probe
 from guided_spec.ops.mask_words import pack_row
 
@@ -565,11 +565,14 @@ class ReadRules(NamedTuple):
 def read_source(source: RuleSource, spelling: Spelling) -> ReadRules:
     """Read a grammar's rules, and what they say about any text of it.
 
+    spelling: with the tokens that the source names.
+
     Raises UnreadableGrammarError where they are not understood, or where a shortest text holds a
     byte that no token is; EndLostError where even the start has too many readings.
     """
     shortest = RuleTexts(source.read(), spelling.longest)
-    if not shortest.shortest_bytes <= spelling.single_bytes:
+    marks = frozenset({NO_TEXT} if source.named else ())  # a mark is one token
+    if not shortest.shortest_bytes - marks <= spelling.single_bytes:
         raise UnreadableGrammarError("a byte of its shortest texts is no token")
     endings = RuleEndings(ParseStates(shortest), spelling)
     return ReadRules(shortest, endings.legal(endings.start))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
+from guided_spec.grammar.backends.printed import set_ranges, unescape
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.completion.spelling import NO_TEXT, mark_of
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize, to_fullmatch
+from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize, to_fullmatch
 
 
 def tells_rules(compiled: CompiledGrammar) -> bool:
@@ -30,10 +31,14 @@ def tells_rules(compiled: CompiledGrammar) -> bool:
 
 
 class RuleSource(NamedTuple):
-    """Where the rules of a grammar are read from: xgrammar's print of it, or a regex."""
+    """Where the rules of a grammar are read from: xgrammar's print of it, or a regex.
+
+    named: added tokens that it names; each is read as its mark, see ``mark_of``.
+    """
 
     text: str
     is_regex: bool
+    named: frozenset[int] = frozenset()
 
     def read(self) -> Rules:
         """The rules. Raises UnreadableGrammarError."""
@@ -43,7 +48,8 @@ class RuleSource(NamedTuple):
 def source_of(compiled: CompiledGrammar) -> RuleSource:
     """Of a compiled grammar. Raises UnreadableGrammarError where its backend tells no rules."""
     if isinstance(compiled, XGrammarGrammar):
-        return RuleSource(str(compiled.compiled.grammar), is_regex=False)
+        named = frozenset[int]() if compiled.source is None else compiled.source.named
+        return RuleSource(str(compiled.compiled.grammar), is_regex=False, named=named)
     if isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
         return RuleSource(compiled.pattern, is_regex=True)
     raise UnreadableGrammarError("its backend does not tell its rules")
@@ -249,17 +255,39 @@ def _byte_ranges(nexts: list[bytes]) -> list[tuple[int, int, bytes]]:
     return found
 
 
+_TOKENS = re.compile(
+    r"^TokenTagDispatch\(\s*(?P<tags>(?:\(\d+, [\w.:-]+\),\s*)*)"
+    r"loop_after_dispatch=(?P<loop>true|false),\s*excludes=\([\d, ]*\)\s*\)"
+)
+_TOKEN_TAG = re.compile(r"\((\d+), ([\w.:-]+)\)")
+
+
+def read_free_tokens(
+    rules: Rules, found: re.Match[str], names: Mapping[str, int], first: int, end: int
+) -> None:
+    """Add the states of any tokens but named ones, of which some go on with a rule.
+
+    found: of ``_TOKENS``.
+    """
+    rules.skips[first].append(end)
+    rules.chars[first].append((0, NO_TEXT - 1, first))
+    back = first if found["loop"] == "true" else end
+    for token_id, name in _TOKEN_TAG.findall(found["tags"]):
+        if name not in names:
+            raise UnreadableGrammarError(f"no rule is named {name}")
+        after = rules.bytes(first, mark_of(int(token_id)))
+        rules.calls[after].append(Call(names[name], back))
+
+
 _RULE = re.compile(r"^([\w.:-]+) ::= ", re.MULTILINE)
 _ITEM = re.compile(
     r'\s*(?:(?P<text>"(?:[^"\\]|\\.)*")'
+    r"|Token\((?P<tokens>\d+(?:, ?\d+)*)\)"
     r"|(?P<set>\[(?:[^\]\\]|\\.)*\])(?P<star>\*?)"
     r"|(?P<name>[\w.:-]+)(?:\{(?P<least>\d+),\s*(?P<most>-?\d+)\})?"
     r"|(?P<mark>\(=?|\)|\|))"
 )
 _REGEX = re.compile(r'^Regex\("((?:[^"\\]|\\.)*)"(, json_string=true)?\)')
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|([^\\])")
-_MOST_SETS = 4096  # that are remembered
-_NAMED = dict(zip("nrt0abfve", "\n\r\t\0\a\b\f\v\x1b", strict=True))
 
 
 def read_rules(text: str) -> Rules:
@@ -300,10 +328,13 @@ class _Body:
         regex = _REGEX.match(self._text)
         if regex is not None:
             in_json = bool(regex.group(2))
-            pattern = _spelled(_unescape(regex.group(1)), in_json=in_json)
+            pattern = _spelled(unescape(regex.group(1)), in_json=in_json)
             RegexReader(rules, pattern, in_json=in_json).read(first, end)
             return
-        free = FreeText.parse(self._text, _unescape)
+        if (tokens := _TOKENS.match(self._text)) is not None:
+            read_free_tokens(rules, tokens, self._names, first, end)
+            return
+        free = FreeText.parse(self._text, unescape)
         if free is not None:
             read_free_text(rules, free, self._names, first, end)
             return
@@ -337,7 +368,12 @@ class _Body:
     def _append(self, state: int, item: re.Match[str]) -> int:
         rules = self._rules
         if item.group("text") is not None:
-            return rules.text(state, _unescape(item.group("text")[1:-1]))
+            return rules.text(state, unescape(item.group("text")[1:-1]))
+        if item.group("tokens") is not None:
+            then = rules.new_state()
+            for token_id in item.group("tokens").split(","):
+                rules.skips[rules.bytes(state, mark_of(int(token_id)))].append(then)
+            return then
         if item.group("set") is None:
             return self._call(state, item)
         then = rules.new_state()
@@ -345,7 +381,7 @@ class _Body:
         if item.group("star"):
             rules.skips[state].append(then)
             begin = then
-        rules.set(begin, _ranges(item.group("set")[1:-1]), then)
+        rules.set(begin, set_ranges(item.group("set")[1:-1]), then)
         return then
 
     def _call(self, state: int, item: re.Match[str]) -> int:
@@ -366,35 +402,3 @@ def _spelled(pattern: str, *, in_json: bool) -> str:
         return to_fullmatch(pattern, context="json_plain" if in_json else "text")
     except GrammarCompileError as error:
         raise UnreadableGrammarError(str(error)) from error
-
-
-def _unescape(text: str) -> str:
-    if "\\" not in text:
-        return text
-    found = []
-    for match in _ESCAPE.finditer(text):
-        *codes, named, plain = match.groups()
-        code = next((code for code in codes if code), None)
-        if code is not None:
-            found.append(chr(int(code, 16)))
-        else:
-            found.append(plain if plain is not None else _NAMED.get(named, named))
-    return "".join(found)
-
-
-@lru_cache(_MOST_SETS)
-def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Of ``a-z_`` or ``^a-z_``: inclusive ranges of code points. Grammars repeat them often."""
-    is_negated = text.startswith("^")
-    parts = [match.group(0) for match in _ESCAPE.finditer(text[is_negated:])]
-    found: list[tuple[int, int]] = []
-    at = 0
-    while at < len(parts):
-        low = ord(_unescape(parts[at]))
-        if at + 2 < len(parts) and parts[at + 1] == "-":
-            found.append((low, ord(_unescape(parts[at + 2]))))
-            at += 3
-        else:
-            found.append((low, low))
-            at += 1
-    return tuple(complement(normalize(found)) if is_negated else found)

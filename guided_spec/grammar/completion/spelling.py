@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import row_of
 
 _LONGEST = 24  # bytes of a token that a shortest end is written with
 _MOST_SPELLED = 1 << 16
 _MOST_WRITTEN = 1 << 12
 _MOST_SETS = 8  # of characters; each takes 9 bytes a token
 _PARTIAL = 2
+_MOST_SPELLINGS = 8  # that are remembered; one of 150,000 tokens takes some 60 MB
 
 
 _LOW = 2**64 - 1
@@ -90,6 +93,12 @@ class Spelling:
             self.num_characters[: len(column)] += column & 0xC0 != 0x80  # bytes that begin one
         self._width = np.array([_width(text) for text in texts], dtype=np.uint8)
 
+    @cached_property
+    def without_text(self) -> NDArray[np.int32]:
+        """int32 [W]: the tokens with a byte that no text holds."""
+        held = [token for token, data in enumerate(self.token_bytes) if NO_TEXT in data]
+        return row_of(held, self.vocab_size)
+
     def _heads(self) -> list[NDArray[np.int64]]:
         """[256]: by their first byte the tokens, as indices into ``ids``."""
         if not self.columns:
@@ -152,6 +161,34 @@ class Spelling:
                 ways = [known[rest[n:]] for n in lengths if rest[:n] in self._ids]
                 known[rest] = min(NEVER, 1 + min(ways, default=NEVER))
         return known[text]
+
+
+NO_TEXT = 0xFF
+"""A byte that no text holds in UTF-8. It begins what stands for an added token, see ``mark_of``."""
+
+
+def mark_of(token_id: int) -> bytes:
+    """What an added token that a grammar names is spelled with, where rules are read as bytes.
+
+    No mark is the beginning of another one.
+    """
+    return b"%c%08d" % (NO_TEXT, token_id)
+
+
+class Spellings:
+    """The spellings of one vocabulary, for each set of added tokens that a grammar names."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.of = lru_cache(maxsize=_MOST_SPELLINGS)(self._make)
+
+    def _make(self, named: frozenset[int] = frozenset()) -> Spelling:
+        if not named:
+            return Spelling(self._vocabulary)
+        data = list(self._vocabulary.token_bytes)
+        for token_id in named:
+            data[token_id] = mark_of(token_id)
+        return Spelling(replace(self._vocabulary, token_bytes=tuple(data)))
 
 
 def _width(text: bytes) -> int:

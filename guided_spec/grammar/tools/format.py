@@ -10,6 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.tools.custom import (
+    INPUT,
+    PARAMETERS,
+    as_function,
+    custom_of,
+    input_content,
+    is_custom,
+)
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_known_fields
 
@@ -22,10 +30,15 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 class Tool(NamedTuple):
-    """parameters: the JSON schema of its arguments."""
+    """A tool, or a custom one, whose only argument is the text ``input``.
+
+    parameters: the JSON schema of its arguments. input: the grammar of a custom tool's text, as a
+    part of a structural tag; None where there is none.
+    """
 
     name: str
     parameters: Mapping[str, Any]
+    input: Mapping[str, Any] | None = None
 
 
 class ToolCall(NamedTuple):
@@ -45,7 +58,8 @@ class ToolCall(NamedTuple):
 def tool_dicts(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """The tools as OpenAI writes them, for a chat template.
 
-    A dict stays. A function becomes what transformers' ``get_json_schema`` reads in its types and
+    A dict stays, but a custom tool becomes a function of one text, as templates know no others.
+    A function becomes what transformers' ``get_json_schema`` reads in its types and
     its docstring, a pydantic model class a tool of its name, docstring and schema. Raises
     ConfigError naming the tool.
     """
@@ -57,11 +71,13 @@ def tool_dicts(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 def read_tools(tools: Sequence[Any]) -> list[Tool]:
     """The tools' names and schemas. Raises ConfigError naming the tool."""
-    read = [_read_one(f"tools[{index}]", tool) for index, tool in enumerate(tool_dicts(tools))]
+    shown = tool_dicts(tools)
+    read = [_read_one(f"tools[{at}]", tool, shown[at]) for at, tool in enumerate(tools)]
     names = [tool.name for tool in read]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise ConfigError(f"tools[{index}].function.name", name, "is taken; rename one tool")
+            kind = "custom" if is_custom(tools[index]) else "function"
+            raise ConfigError(f"tools[{index}].{kind}.name", name, "is taken; rename one tool")
     return read
 
 
@@ -69,15 +85,11 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
     """The kind of choice, and the tools that are left by it.
 
     tool_choice: "auto", "required", "none", a tool's name, or
-        ``{"type": "function", "function": {"name": ...}}``.
+        ``{"type": "function", "function": {"name": ...}}``, with "custom" for "function" of a
+        custom tool, or ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": ...}}``.
 
     Raises ConfigError.
     """
-    name = tool_choice
-    if isinstance(tool_choice, Mapping):
-        require_known_fields("tool_choice", tool_choice, ("type", "function"))
-        if isinstance(tool_choice.get("function"), Mapping):
-            require_known_fields("tool_choice.function", tool_choice["function"], ("name",))
     match tool_choice:
         case "auto" | "none":
             return ("auto" if tool_choice == "auto" and tools else "none"), tools
@@ -85,22 +97,71 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
             if not tools:
                 raise ConfigError("tool_choice", tool_choice, "needs a tool; pass tools")
             return "required", tools
-        case {"type": "function", "function": {"name": str(name)}}:
-            pass
-    if not isinstance(name, str):
+        case {"type": "allowed_tools"} if isinstance(tool_choice, Mapping):
+            return _read_allowed(tool_choice, tools)
+    name = _named("tool_choice", tool_choice)
+    if name is None:
         fix = (
-            'must be "auto", "required", "none", a tool\'s name or '
-            '{"type": "function", "function": {"name": ...}}'
+            'must be "auto", "required", "none", a tool\'s name, '
+            '{"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
         )
         raise ConfigError("tool_choice", tool_choice, fix)
-    chosen = [tool for tool in tools if tool.name == name]
-    if not chosen:
-        names = ", ".join(tool.name for tool in tools) or "none"
-        raise ConfigError("tool_choice", name, f"is no tool; the tools are {names}")
-    return "named", chosen
+    return "named", [_chosen("tool_choice", name, tools)]
+
+
+def _named(path: str, choice: object) -> str | None:
+    """The tool that a choice names, itself or in OpenAI's dict; None where it names none."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or kind not in ("function", "custom"):
+        return None
+    require_known_fields(path, choice, ("type", kind))
+    inner = choice.get(kind)
+    if not isinstance(inner, Mapping):
+        return None
+    require_known_fields(f"{path}.{kind}", inner, ("name",))
+    name = inner.get("name")
+    return name if isinstance(name, str) else None
+
+
+def _chosen(path: str, name: str, tools: Sequence[Tool]) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    names = ", ".join(tool.name for tool in tools) or "none"
+    raise ConfigError(path, name, f"is no tool; the tools are {names}")
+
+
+def _read_allowed(
+    choice: Mapping[str, Any], tools: Sequence[Tool]
+) -> tuple[ToolChoice, Sequence[Tool]]:
+    """OpenAI's ``allowed_tools``: all tools are shown to the model, and some may be called."""
+    require_known_fields("tool_choice", choice, ("type", "allowed_tools"))
+    path, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
+    if not isinstance(allowed, Mapping):
+        raise ConfigError(path, allowed, 'must be {"mode": "auto" or "required", "tools": [...]}')
+    require_known_fields(path, allowed, ("mode", "tools"))
+    mode, listed = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise ConfigError(f"{path}.mode", mode, "must be auto or required")
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise ConfigError(f"{path}.tools", listed, "must be a list of at least one tool")
+    names = set[str]()
+    for index, one in enumerate(listed):
+        place = f"{path}.tools[{index}]"
+        name = None if isinstance(one, str) else _named(place, one)
+        if name is None:
+            fix = 'must be {"type": "function", "function": {"name": ...}}, or "custom" twice'
+            raise ConfigError(place, one, fix)
+        names.add(_chosen(place, name, tools).name)
+    return mode, [tool for tool in tools if tool.name in names]
 
 
 def _tool_dict(place: str, tool: Any) -> dict[str, Any]:
+    if is_custom(tool):
+        return as_function(place, tool)
     if isinstance(tool, Mapping):
         return dict(tool)
     to_schema = getattr(tool, "model_json_schema", None)  # pydantic, not imported
@@ -125,7 +186,11 @@ def _of_function(place: str, function: Callable[..., Any]) -> dict[str, Any]:
     return described
 
 
-def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
+def _read_one(place: str, given: Any, tool: Mapping[str, Any]) -> Tool:
+    if is_custom(given):
+        custom = custom_of(place, given)
+        name = _name(f"{place}.custom", custom)
+        return Tool(name, PARAMETERS, input_content(place, custom))
     function = tool.get("function")
     if tool.get("type") != "function" or function is None:
         fix = 'must be {"type": "function", "function": {"name": ..., "parameters": {...}}}'
@@ -135,9 +200,7 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
     if not isinstance(function, Mapping):
         raise ConfigError(place, function, 'must be a dict with "name" and "parameters"')
     require_known_fields(place, function, _OF_FUNCTION)
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{place}.name", name, "must be 1 to 64 letters, digits, _, . or -")
+    name = _name(place, function)
     parameters = function.get("parameters")
     if parameters is None:
         parameters = _NO_ARGUMENTS  # OpenAI: a tool without parameters takes none
@@ -145,6 +208,13 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
         fix = f"of the tool {name!r}: must be a JSON schema, a dict"
         raise ConfigError(f"{place}.parameters", parameters, fix)
     return Tool(name, parameters or {"type": "object"})
+
+
+def _name(place: str, function: Mapping[str, Any]) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{place}.name", name, "must be 1 to 64 letters, digits, _, . or -")
+    return name
 
 
 _HEADER = 256  # letters in which the name of a call stands
@@ -252,12 +322,6 @@ class MarkedReader:
         return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
 
 
-_PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
-_ENUM_KEYS = {"type", "title", "description", "default", "examples", "enum", "const"}
-_ROOT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_ROOT_KEYS |= {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
-
-
 OWNER = "owner"
 """A field that our tags add to a schema: whose schema it is, in the words of an error."""
 
@@ -287,140 +351,33 @@ def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def schema_content(tool: Tool, schema: Any, key: str | None = None) -> dict[str, Any]:
     """A part of a structural tag: JSON under a tool's schema, or that of its argument ``key``."""
     owner = f"the tool {tool.name!r}" + ("" if key is None else f", argument {key!r}")
+    if tool.input is not None:
+        text = in_sequence(literal('"'), {**tool.input, OWNER: owner}, literal('"'))
+        return text if key else in_sequence(literal(f'{{"{INPUT}": '), text, literal("}"))
     return {"type": "json_schema", "json_schema": schema, OWNER: owner}
-
-
-def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
-    """The format of a tool's arguments in a structural tag.
-
-    argument: how one argument is written, such as ``<p={key}>{value}</p>``; None for JSON. In
-        marks, strings stand without quotes where their schema bounds nothing but their length or
-        lists them, and all else as JSON.
-
-    Raises ConfigError for a schema that cannot be written so.
-    """
-    if argument is None:
-        return schema_content(tool, tool.parameters)
-    _check_root(tool)
-    required = tool.parameters.get("required", [])
-    elements = []
-    for key, schema in tool.parameters.get("properties", {}).items():
-        begin, end = _around(argument, key)
-        content = _value_content(tool, key, schema)
-        # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
-        mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
-        one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
-        if rest:
-            one = in_sequence(one, literal(rest))
-        elements.append(one if key in required else {"type": "optional", "content": one})
-    return {"type": "sequence", "elements": elements or [literal("")]}
-
-
-def read_arguments(
-    tool: Tool, argument: str | None, text: str, at: int, marks: MarkedText
-) -> Arguments | None:
-    """What ``arguments_content`` has written into a text at an index; None where it has not."""
-    if argument is None:
-        return read_json(text, at)
-    values: dict[str, Any] = {}
-    for key, schema in tool.parameters.get("properties", {}).items():
-        begin, end = map(marks.mark, _around(argument, key))
-        if not text.startswith(begin, at):
-            continue
-        at += len(begin)
-        if _is_raw(schema):
-            found = text.find(end, at)
-            if found < 0:
-                return None
-            values[key] = text[at:found]
-        else:
-            found, values[key] = _read_value(text, at)
-        if found < 0 or not text.startswith(end, found):
-            return None
-        at = found + len(end)
-    return Arguments(values, at) if {*tool.parameters.get("required", [])} <= {*values} else None
 
 
 def read_json(text: str, at: int) -> Arguments | None:
     """The JSON object at an index of a text."""
-    end, value = _read_value(text, at)
+    end, value = read_value(text, at)
     return Arguments(value, end) if isinstance(value, dict) else None
 
 
-def begun_object(text: str, at: int) -> str | None:
-    """The JSON object that begins at an index, as far as it is written; None if none does."""
+def begun_call(call_id: str, name: str, text: str, at: int) -> BegunCall | None:
+    """A call whose JSON object begins at an index, as far as it is written; None if none does."""
     if not text.startswith("{", at):
         return None
-    end = _read_value(text, at)[0]
-    return text[at:] if end < 0 else text[at:end]
+    end = read_value(text, at)[0]
+    return BegunCall(call_id, name, text[at:] if end < 0 else text[at:end], end >= 0)
 
 
-def _read_value(text: str, at: int) -> tuple[int, Any]:
+def read_value(text: str, at: int) -> tuple[int, Any]:
     """Where the JSON value at an index ends, and what it is; -1 where there is none."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
         return -1, None
     return end, value
-
-
-def _around(argument: str, key: str) -> tuple[str, str]:
-    begin, end = argument.replace("{key}", key).split("{value}")
-    return begin, end
-
-
-def _is_raw(schema: Any) -> bool:
-    """Whether a value is written as text without quotes."""
-    if not isinstance(schema, Mapping):
-        return False
-    options = _options(schema)
-    if options is not None:
-        is_text = all(isinstance(o, str) and o and "<" not in o for o in options)
-        return is_text and schema.keys() <= _ENUM_KEYS
-    return schema.get("type") == "string" and schema.keys() <= _PLAIN_KEYS
-
-
-def _options(schema: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    options = schema.get("enum")
-    return options if isinstance(options, list) and options else None
-
-
-def _value_content(tool: Tool, key: str, schema: Any) -> dict[str, Any]:
-    if not _is_raw(schema):
-        return schema_content(tool, _with_definitions(tool, schema), key)
-    options = _options(schema)
-    if options is not None:
-        return either([literal(option) for option in options])
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if least == 0 and most is None:
-        return {"type": "any_text"}
-    # What ends the value begins with "<" or a line break: without "<" it cannot stand inside.
-    return {"type": "regex", "pattern": f"[^<]{{{least},{'' if most is None else most}}}"}
-
-
-def _with_definitions(tool: Tool, schema: Any) -> Any:
-    shared = {
-        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
-    }
-    return {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
-
-
-def _check_root(tool: Tool) -> None:
-    parameters = tool.parameters
-    unknown = sorted(parameters.keys() - _ROOT_KEYS)
-    properties = parameters.get("properties", {})
-    missing = [key for key in parameters.get("required", []) if key not in properties]
-    if unknown or missing or parameters.get("type", "object") != "object":
-        reason = (
-            f"uses {unknown[0]}" if unknown else f"requires {missing}" if missing else "is none"
-        )
-        fix = (
-            f"of the tool {tool.name!r}: this format writes one argument after another, so the "
-            f"schema must be an object that lists its properties; it {reason}"
-        )
-        raise ConfigError("parameters", dict(parameters), fix)
 
 
 class ReadText(NamedTuple):
@@ -436,11 +393,13 @@ class BegunCall(NamedTuple):
 
     id: "" where the model writes none.
     arguments: as JSON, as far as it is written; "" of a call in another form, until that is whole.
+    is_complete: whether nothing can follow in them.
     """
 
     id: str
     name: str
     arguments: str
+    is_complete: bool
 
 
 class BegunText(NamedTuple):

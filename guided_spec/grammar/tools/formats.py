@@ -9,6 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from guided_spec.grammar.tools.arguments import (
+    ArgumentForm,
+    arguments_content,
+    read_arguments,
+)
 from guided_spec.grammar.tools.format import (
     BegunCall,
     BegunText,
@@ -17,13 +22,11 @@ from guided_spec.grammar.tools.format import (
     Tool,
     ToolCall,
     ToolRules,
-    arguments_content,
+    begun_call,
     begun_length,
-    begun_object,
     either,
     in_sequence,
     literal,
-    read_arguments,
     read_json,
     schema_content,
     tools_named,
@@ -47,7 +50,7 @@ class DelimitedFormat:
     trigger: the beginning of a call, or of ``opening``, which free text never holds.
     opening, separator, closing: around and between the calls where they stand in one block, at the
         end of the text; "" for calls anywhere in it.
-    argument: how one argument is written, see ``arguments_content``; None for JSON.
+    argument: how one argument is written, see ``ArgumentForm``; None for JSON.
     id_pattern: what the model writes for ``{id}``, a regex; it may hold ``{name}``.
     """
 
@@ -58,14 +61,15 @@ class DelimitedFormat:
     opening: str = ""
     separator: str = ""
     closing: str = ""
-    argument: str | None = None
+    argument: ArgumentForm | None = None
     id_pattern: str = "[a-zA-Z0-9]{9}"
     holds_reasoning: bool = False
 
     @property
     def literals(self) -> tuple[str, ...]:
         """What the format writes besides names and arguments."""
-        parts = (self.call, self.opening, self.closing, self.argument or "")
+        argument = "" if self.argument is None else self.argument.text
+        parts = (self.call, self.opening, self.closing, argument)
         return tuple(piece for part in parts for piece in re.split(r"\{\w+\}", part))
 
     def content(self, rules: ToolRules) -> dict[str, Any]:
@@ -114,7 +118,8 @@ class DelimitedFormat:
         while (found := text.find(trigger, at)) >= 0:
             free += text[at:found]
             block = self._read_block(text, found, tools, marks)
-            calls += [BegunCall(c.call.id, c.call.name, c.arguments) for c in block.calls]
+            whole = [(c.call.id, c.call.name, c.arguments) for c in block.calls]
+            calls += [BegunCall(*one, is_complete=True) for one in whole]
             if not block.is_whole:
                 begun = self._begun_call(text, block.behind, tools, marks)
                 return BegunText(free.strip(), (*calls, *begun), None, bool(begun))
@@ -130,14 +135,19 @@ class DelimitedFormat:
             return []
         for tool in tools_named(tools, text, at):
             header = self._header(tool, text, at, marks)
-            arguments = None if header is None else begun_object(text, header.end)
-            if header is not None and arguments is not None:
-                return [BegunCall(header.id, tool.name, arguments)]
+            if header is None:
+                continue
+            begun = begun_call(header.id, tool.name, text, header.end)
+            if begun is not None:
+                return [begun]
         return []
 
     def _call(self, tool: Tool) -> dict[str, Any]:
         begin, end = self._around_arguments(tool)
-        content = arguments_content(tool, self.argument)
+        if self.argument is None:
+            content = schema_content(tool, tool.parameters)
+        else:
+            content = arguments_content(tool, self.argument)
         if "{id}" in begin:
             begin, behind = begin.split("{id}")
             written = {"type": "regex", "pattern": self._id_of(tool)}
@@ -148,13 +158,10 @@ class DelimitedFormat:
         return self.id_pattern.replace("{name}", re.escape(tool.name))
 
     def _block(self, calls: list[dict[str, Any]], rules: ToolRules) -> dict[str, Any]:
-        content = {
-            "type": "tags_with_separator",
-            "tags": calls,
-            "separator": self.separator,
-            "at_least_one": True,
-            "stop_after_first": not rules.is_parallel or rules.choice == "named",
-        }
+        content = either(calls)
+        if rules.is_parallel and rules.choice != "named":
+            more = in_sequence(literal(self.separator), content) if self.separator else content
+            content = in_sequence(content, {"type": "star", "content": more})
         return {"type": "tag", "begin": self.opening, "content": content, "end": self.closing}
 
     def _read_block(self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText) -> _Block:
@@ -180,7 +187,10 @@ class DelimitedFormat:
             header = self._header(tool, text, at, marks)
             if header is None:
                 continue
-            read = read_arguments(tool, self.argument, text, header.end, marks)
+            if self.argument is None:
+                read = read_json(text, header.end)
+            else:
+                read = read_arguments(tool, self.argument, text, header.end, marks)
             end = marks.mark(self._around_arguments(tool).end)
             if read is None or not text.startswith(end, read.end):
                 continue  # another tool's name may begin like this one's
@@ -353,14 +363,16 @@ def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall 
 
 def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCall | None:
     for tool, end in _headers_of(text, tools, marks):
-        if (arguments := begun_object(text, end)) is not None:
-            return BegunCall("", tool.name, arguments)
+        if (begun := begun_call("", tool.name, text, end)) is not None:
+            return begun
     return None
 
 
 _DEEPSEEK_OPENING, _DEEPSEEK_CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_JSON = "{name}\n```json\n{arguments}\n```"
+_DSML_CALL = '<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n'
+_DSML_ARGUMENT = '<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n'
 _MISTRAL_CALL = '{"name": "{name}", "arguments": {arguments}}'
 
 ToolFormat = DelimitedFormat | HarmonyFormat
@@ -373,6 +385,33 @@ so that it reads texts without tools as well.
 
 _FORMATS: tuple[ToolFormat, ...] = (
     HarmonyFormat(),
+    DelimitedFormat(
+        name="deepseek_v4_1",
+        hints=("｜DSML｜", " calls>"),
+        trigger="<｜DSML｜ calls>",
+        opening="<｜DSML｜ calls>\n",
+        call=_DSML_CALL.replace("｜DSML｜", "｜DSML｜ "),
+        closing="</｜DSML｜ calls>",
+        argument=ArgumentForm(_DSML_ARGUMENT.replace("｜DSML｜", "｜DSML｜ "), none="\n"),
+    ),
+    DelimitedFormat(
+        name="deepseek_v4",
+        hints=("｜DSML｜", "tool_calls>"),
+        trigger="<｜DSML｜tool_calls>",
+        opening="<｜DSML｜tool_calls>\n",
+        call=_DSML_CALL,
+        closing="</｜DSML｜tool_calls>",
+        argument=ArgumentForm(_DSML_ARGUMENT),
+    ),
+    DelimitedFormat(
+        name="deepseek_v3_2",
+        hints=("｜DSML｜", "function_calls>"),
+        trigger="<｜DSML｜function_calls>",
+        opening="<｜DSML｜function_calls>\n",
+        call=_DSML_CALL,
+        closing="</｜DSML｜function_calls>",
+        argument=ArgumentForm(_DSML_ARGUMENT, none="\n"),
+    ),
     DelimitedFormat(
         name="deepseek_v3",  # and R1
         hints=(_DEEPSEEK_OPENING, "```json"),
@@ -436,7 +475,7 @@ _FORMATS: tuple[ToolFormat, ...] = (
         opening="<minimax:tool_call>\n",
         call='<invoke name="{name}">\n{arguments}</invoke>\n',
         closing="</minimax:tool_call>",
-        argument='<parameter name="{key}">{value}</parameter>\n',
+        argument=ArgumentForm('<parameter name="{key}">{value}</parameter>\n'),
     ),
     DelimitedFormat(
         name="command_a",  # and R7B
@@ -453,28 +492,28 @@ _FORMATS: tuple[ToolFormat, ...] = (
         hints=("</arg_key><arg_value>",),
         trigger="<tool_call>",
         call="<tool_call>{name}{arguments}</tool_call>",
-        argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+        argument=ArgumentForm("<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"),
     ),
     DelimitedFormat(
         name="glm_4_5",
         hints=("<arg_key>",),
         trigger="<tool_call>",
         call="<tool_call>{name}\n{arguments}</tool_call>",
-        argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        argument=ArgumentForm("<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"),
     ),
     DelimitedFormat(
         name="mimo",  # V2
         hints=("<tool_call><function=",),
         trigger="<tool_call>",
         call="<tool_call><function={name}>{arguments}</function></tool_call>",
-        argument="<parameter={key}>{value}</parameter>",
+        argument=ArgumentForm("<parameter={key}>{value}</parameter>"),
     ),
     DelimitedFormat(
         name="qwen3_coder",  # and Qwen 3.5
         hints=("<tool_call>", "<function="),
         trigger="<tool_call>",
         call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
-        argument="<parameter={key}>\n{value}\n</parameter>\n",
+        argument=ArgumentForm("<parameter={key}>\n{value}\n</parameter>\n"),
     ),
     DelimitedFormat(
         name="exaone4",

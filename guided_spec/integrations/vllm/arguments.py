@@ -19,7 +19,7 @@ import torch
 from guided_spec.bundled import bundled_asset
 from guided_spec.config import EngineConfig
 from guided_spec.engine.runner import Wanted
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, UnknownOptionError
 from guided_spec.integrations.vllm.drafts import lookup
 from guided_spec.integrations.vllm.plugin import (
     ENDINGS,
@@ -31,6 +31,7 @@ from guided_spec.integrations.vllm.plugin import (
     requested,
     require_plugin,
 )
+from guided_spec.kinds import nearest_names
 
 RENAMED = {
     "data_parallel_size": "data_parallel_size",
@@ -119,7 +120,7 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None, *, has_lookup:
     given = {name: value for name, value in wanted.options.items() if value is not None}
     own = {field.name for field in fields(EngineConfig)}
     for name, value in given.items():
-        _require_option(name, value)
+        _require_option(name, value, known or ())
     config = EngineConfig(**{name: value for name, value in given.items() if name in own})
     extra = dict(wanted.engine_options)
     for name, value in extra.items():
@@ -169,7 +170,9 @@ def speculative(
     name = proposer.removeprefix(FORCED)
     if name not in METHODS:
         names = f"{NO_DRAFTS}, ngram, {LOOKUP}, {', '.join(METHODS)}, or {FORCED}eagle3"
-        raise ConfigError("proposer", proposer, f"engine='vllm' has {names}")
+        near = nearest_names(proposer, [NO_DRAFTS, "ngram", LOOKUP, *METHODS])
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError("proposer", proposer, f"{meant}engine='vllm' has {names}")
     found: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens}
     if METHODS[name] is not None:
         found["method"] = METHODS[name]
@@ -220,13 +223,19 @@ def _names_graphs(compilation: Any) -> bool:
     return compilation is not None  # an object of vLLM's, which the caller has made
 
 
-def _require_option(name: str, value: Any) -> None:
+def _require_option(name: str, value: Any, theirs: Collection[str]) -> None:
+    """theirs: the arguments of vLLM, as far as they are known."""
     if name in RENAMED or name in _OURS:
         return
     if name not in _REFUSED:
-        known = ", ".join(sorted([*RENAMED, *_OURS]))
-        fix = f"unknown; the options are {known}; vLLM's others go into engine_options"
-        raise ConfigError(name, value, fix)
+        listed = f"the options are {', '.join(sorted([*RENAMED, *_OURS]))}"
+        if name in theirs and name not in _TAKEN:
+            fix = f"is vLLM's own; pass engine_options={{{name!r}: ...}}"
+            raise UnknownOptionError(name, value, fix)
+        near = nearest_names(name, [*RENAMED, *_OURS, *_REFUSED])
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        fix = f"is no option; {meant}{listed}; vLLM's others go into engine_options"
+        raise UnknownOptionError(name, value, fix)
     harmless, fix = _REFUSED[name]
     if not any(value is one or value == one for one in harmless):
         raise ConfigError(name, value, f"not under engine='vllm': {fix}")

@@ -10,7 +10,14 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatRequest, ChatStream
-from guided_spec.server.endpoints.anthropic_bodies import CALL, MessagesBody, as_chat
+from guided_spec.server.endpoints.anthropic_bodies import (
+    CALL,
+    CountBody,
+    MessagesBody,
+    as_chat,
+    counted_chat,
+)
+from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.chat import ChatRun
 from guided_spec.server.endpoints.replies import absent, absent_if_zero
 from guided_spec.server.faults import named_as_sent
@@ -85,6 +92,20 @@ class MessageEvent(BaseModel):
     content_block: Block | None = absent()
     delta: dict[str, Any] | None = absent()
     usage: MessageUsage | None = absent()
+
+
+class TokenCount(BaseModel):
+    """The reply of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+async def count_tokens(service: Service, body: CountBody) -> TokenCount:
+    """The tokens of a prompt, its tools included. Raises ApiError."""
+    chat = await service.workers.run(lambda: counted_chat(body, service.template))
+    with named_as_sent(_PARAMS):
+        run = ChatRun(service, ChatBody.model_validate(chat))
+        return TokenCount(input_tokens=await run.count_tokens())
 
 
 class MessagesHandler:
@@ -178,6 +199,8 @@ class MessageBlocks:
             yield from self._begin(f"call {piece.call_index}", begun)
             if piece.arguments:
                 yield self._delta(type="input_json_delta", partial_json=piece.arguments)
+            if piece.is_complete:
+                yield from self._end()
         if chunk.completion is not None:
             yield from self._end()
 

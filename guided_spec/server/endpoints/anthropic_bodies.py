@@ -21,26 +21,32 @@ _OF_THOUGHT = ("type", "thinking", "signature")
 _OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE)
 
 
-class MessagesBody(Strict):
-    """The body of ``POST /v1/messages``. The last ones change nothing."""
+class CountBody(Strict):
+    """The body of ``POST /v1/messages/count_tokens``. The last one changes nothing."""
 
     model: str | None = None
     messages: Annotated[Objects, Field(min_length=1)]
-    max_tokens: int = Field(ge=1)
     system: str | Objects | None = None
-    stop_sequences: Stops | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
+    cache_control: Any = None
+
+
+class MessagesBody(CountBody):
+    """The body of ``POST /v1/messages``. The last ones change nothing."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
     metadata: Any = None
     service_tier: Any = None
-    cache_control: Any = None
 
 
 def as_chat(body: MessagesBody, template: str) -> ChatBody:
@@ -49,6 +55,20 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
     template: of the chat, which says whether the model can think. Raises ApiError and
     UnknownOptionError for what a chat has not.
     """
+    chat = counted_chat(body, template)
+    fields = {
+        "max_tokens": body.max_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+    }
+    return ChatBody.model_validate({**chat, **fields})
+
+
+def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
+    """What of a chat's fields makes its prompt. Raises as ``as_chat`` does."""
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -58,23 +78,21 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
     is_parallel = None if choice.pop("disable_parallel_tool_use", None) is not True else False
     output = body.output_config or {}
     require_known_fields("output_config", output, ("format", "effort"))
-    fields = {
+    return {
         "model": body.model,
         "messages": messages,
         "tools": None if body.tools is None else [_tool(i, t) for i, t in enumerate(body.tools)],
         "tool_choice": _choice(choice),
         "parallel_tool_calls": is_parallel,
-        "max_tokens": body.max_tokens,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
         "response_format": _response_format(output.get("format")),
-        "reasoning_effort": output.get("effort"),
+        "reasoning_effort": _effort(output.get("effort"), template),
         "chat_template_kwargs": _thinking(body.thinking, template),
     }
-    return ChatBody.model_validate(fields)
+
+
+def _effort(effort: Any, template: str) -> Any:
+    """What to tell the template; Anthropic's default asks for nothing where it reads none."""
+    return None if effort == "high" and "reasoning_effort" not in template else effort
 
 
 def _response_format(wanted: Any) -> Any:

@@ -148,6 +148,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], _First] | None = None
     prediction: Any = None  # a hint for speed, and nothing else
     chat_template_kwargs: dict[str, Any] | None = None
@@ -184,7 +185,10 @@ class ReasoningOptions(Strict):
 
 
 class ResponsesBody(_Body):
-    """``POST /v1/responses``. The last two are accepted and change nothing."""
+    """``POST /v1/responses``. The last two are accepted and change nothing.
+
+    background: false at most; see ``responses.ResponseHandler``.
+    """
 
     input: str | Objects
     instructions: str | None = None
@@ -195,7 +199,8 @@ class ResponsesBody(_Body):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Annotated[dict[str, str], _require_few(64)] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
 
     include: _AllTexts | None = None

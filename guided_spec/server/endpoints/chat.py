@@ -7,13 +7,27 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
-from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatOptions, ChatRequest, ChatStream
+from guided_spec.engine.chat import (
+    ChatChunk,
+    ChatCompletion,
+    ChatOptions,
+    ChatRequest,
+    ChatStream,
+    ToolCallDelta,
+)
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
+from guided_spec.grammar.tools.custom import INPUT, custom_names
+from guided_spec.grammar.tools.format import ToolCall
 from guided_spec.server.endpoints.bodies import ChatBody
-from guided_spec.server.endpoints.messages import plain_messages, template_variables
+from guided_spec.server.endpoints.custom_calls import CustomCalls
+from guided_spec.server.endpoints.messages import (
+    plain_messages,
+    style_variables,
+    template_variables,
+)
 from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
@@ -23,6 +37,8 @@ from guided_spec.server.endpoints.replies import (
     ChatChunkReply,
     ChatReply,
     CountedChatChunkReply,
+    CustomCall,
+    CustomCallReply,
     Delta,
     FinishReason,
     MessageReply,
@@ -41,6 +57,14 @@ from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
+
+
+class _Prompt(NamedTuple):
+    """A request, its tokens, and the argument that errors of its grammar are about."""
+
+    request: ChatRequest
+    token_ids: list[int]
+    param: str | None
 
 
 class ChatRun:
@@ -64,26 +88,38 @@ class ChatRun:
                 async for one in found:
                     yield one
 
+    async def count_tokens(self) -> int:
+        """The tokens of the prompt, which nothing is generated for. Raises ApiError."""
+        with self._service.admission.hold(1):
+            return len((await self._prompt()).token_ids)
+
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
         service = self._service
         with service.admission.enter(self.num_samples):
-            body, max_bytes = self._body, service.settings.max_schema_bytes
-            asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
-            try:
-                request = await service.workers.run(lambda: self._prepare(asked.spec))
-            except PromptError as error:
-                raise api_error(error, "messages") from error
-            prompts = await service.encode([request.prompt_ids], "messages")
-            self._tally.count_prompts(prompts)
-            # Of both the message names the one that is at fault.
-            named = {asked.param, "tools" if body.tools else None} - {None}
-            param = named.pop() if len(named) == 1 else None
-            is_traced = body.trace is not None
-            args = (prompts, request.params, param, self._tally)
+            request, token_ids, param = await self._prompt()
+            self._tally.count_prompts([token_ids])
+            is_traced = self._body.trace is not None
+            args = ([token_ids], request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     yield request, chunk
+
+    async def _prompt(self) -> _Prompt:
+        service, body, max_bytes = (
+            self._service,
+            self._body,
+            self._service.settings.max_schema_bytes,
+        )
+        asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
+        try:
+            request = await service.workers.run(lambda: self._prepare(asked.spec))
+        except PromptError as error:
+            raise api_error(error, "messages") from error
+        (token_ids,) = await service.encode([request.prompt_ids], "messages")
+        # Of both the message names the one that is at fault.
+        named = {asked.param, "tools" if body.tools else None} - {None}
+        return _Prompt(request, token_ids, named.pop() if len(named) == 1 else None)
 
     @property
     def usage(self) -> Usage:
@@ -97,9 +133,8 @@ class ChatRun:
         if wanted is None:
             wanted, param = body.max_tokens, "max_tokens"
         limit = service.max_tokens(wanted, param)
-        variables = template_variables(body.chat_template_kwargs, service.template_arguments)
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
+        variables = style_variables(body.reasoning_effort, body.verbosity, service.template)
+        variables |= template_variables(body.chat_template_kwargs, service.template_arguments)
         options: ChatOptions = {
             "params": sampling_params(body, service.llm.default_params, limit),
             "chat_template_kwargs": variables,
@@ -126,6 +161,8 @@ class ChatHandler:
         self._service = service
         self._body = body
         self._run = ChatRun(service, body)
+        self._custom_names = custom_names(body.tools)
+        self._customs: dict[int, CustomCalls] = {}
         self._traces = SampleTraces(service, body.trace)
         self._piece = CountedChatChunkReply if body.includes_usage else ChatChunkReply
         self._head = {
@@ -156,6 +193,7 @@ class ChatHandler:
                 at = chunk.sample_index
                 if at not in streams:
                     streams[at] = ChatStream(request, at)
+                    self._customs[at] = CustomCalls(self._body.tools)
                     yield self._event(at, Delta(role="assistant", content=""))
                 trace = self._traces.piece(at, chunk)
                 for piece in self._pieces(streams[at].feed(chunk), trace):
@@ -165,15 +203,7 @@ class ChatHandler:
             yield event(self._piece.model_validate(fields))
 
     def _choice(self, index: int, answer: ChatCompletion, completion: Completion) -> ChatChoice:
-        calls = [
-            CallReply(
-                id=call.id,
-                function=CallFunction(
-                    name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)
-                ),
-            )
-            for call in answer.tool_calls
-        ]
+        calls = [self._call(call) for call in answer.tool_calls]
         content = None if calls and not answer.text else answer.text
         message = MessageReply(
             content=content, reasoning_content=answer.reasoning, tool_calls=calls or None
@@ -187,15 +217,28 @@ class ChatHandler:
             trace=self._traces.whole(index, completion),
         )
 
+    def _call(self, call: ToolCall) -> CallReply | CustomCallReply:
+        if call.name in self._custom_names:
+            custom = CustomCall(name=call.name, input=call.arguments[INPUT])
+            return CustomCallReply(id=call.id, custom=custom)
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        return CallReply(id=call.id, function=CallFunction(name=call.name, arguments=arguments))
+
+    def _call_delta(self, sample: int, piece: ToolCallDelta) -> CallDelta:
+        text, name = self._customs[sample].feed(piece), piece.name or None
+        return CallDelta(
+            index=piece.call_index,
+            id=piece.id or None,
+            type=None if name is None else "function" if text is None else "custom",
+            function=CallFunction(name=name, arguments=piece.arguments) if text is None else None,
+            custom=None if text is None else CustomCall(name=name, input=text),
+        )
+
     def _pieces(self, chunk: ChatChunk, trace: TraceReply | None) -> list[bytes]:
         calls = [
-            CallDelta(
-                index=piece.call_index,
-                id=piece.id or None,
-                type="function" if piece.name else None,
-                function=CallFunction(name=piece.name or None, arguments=piece.arguments),
-            )
+            self._call_delta(chunk.sample_index, piece)
             for piece in chunk.tool_calls
+            if piece.name or piece.arguments
         ]
         delta = Delta(
             content=chunk.text or None,

@@ -15,8 +15,9 @@ _OF_ROLE = {
     "assistant": _OF_ALL | {"tool_calls", "reasoning_content", "annotations", "parsed"},
     "tool": _OF_ALL | {"tool_call_id"},
 }
-_OF_CALL = frozenset({"id", "type", "function", "index"})
+_OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
 _OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
+_OF_CUSTOM = frozenset({"name", "input"})
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed", "cache_control"})
 
@@ -47,9 +48,10 @@ def _require_calls(calls: Any, path: str) -> None:
     for index, call in enumerate(calls if isinstance(calls, list) else ()):
         if isinstance(call, dict):
             require_known_fields(f"{path}[{index}]", call, _OF_CALL)
-            function = call.get("function")
-            if isinstance(function, dict):
-                require_known_fields(f"{path}[{index}].function", function, _OF_FUNCTION)
+            for kind, fields in (("function", _OF_FUNCTION), ("custom", _OF_CUSTOM)):
+                inner = call.get(kind)
+                if isinstance(inner, dict):
+                    require_known_fields(f"{path}[{index}].{kind}", inner, fields)
 
 
 def template_variables(
@@ -66,6 +68,34 @@ def template_variables(
             message = f"{param}: clients cannot bring one of their own; leave it out"
             raise invalid_value(message, "chat_template_kwargs")
     return dict(given or {})
+
+
+_PLAIN = "medium"  # OpenAI's default, which asks for nothing
+_EFFORTS = ("none", "minimal", "low", _PLAIN, "high", "xhigh", "max")
+
+
+def style_variables(
+    reasoning_effort: str | None, verbosity: str | None, template: str
+) -> dict[str, Any]:
+    """What tells the chat template how much to think and to say.
+
+    Where it knows of no effort, it may know whether to think at all. Raises ApiError for what the
+    template does not read, as the answer would be the same without it.
+    """
+    named = frozenset(re.findall(r"\w+", template))
+    asked = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
+    variables: dict[str, Any] = {}
+    for name, value in asked.items():
+        if value is None or (name not in named and value == _PLAIN):
+            continue
+        if name in named:
+            variables[name] = value
+        elif name == "reasoning_effort" and value in _EFFORTS and "enable_thinking" in named:
+            variables["enable_thinking"] = value != "none"
+        elif (name, value) != ("reasoning_effort", "none"):
+            fix = f'this model\'s chat template does not read it; leave it out, or use "{_PLAIN}"'
+            raise invalid_value(f"{name}={value!r:.40}: {fix}", name)
+    return variables
 
 
 def plain_text(content: Any, path: str) -> str:

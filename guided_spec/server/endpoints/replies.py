@@ -98,6 +98,21 @@ class CallReply(BaseModel):
     function: CallFunction
 
 
+class CustomCall(BaseModel):
+    """What a custom tool gets. input: its text, or a piece of it."""
+
+    name: str | None = absent()
+    input: str
+
+
+class CustomCallReply(BaseModel):
+    """One call of a custom tool."""
+
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CustomCall
+
+
 class MessageReply(BaseModel):
     """The model's message. content: None where there are calls and nothing else."""
 
@@ -105,7 +120,7 @@ class MessageReply(BaseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = absent()
-    tool_calls: list[CallReply] | None = absent()
+    tool_calls: list[CallReply | CustomCallReply] | None = absent()
 
 
 class TraceReply(BaseModel):
@@ -145,8 +160,9 @@ class CallDelta(BaseModel):
 
     index: int
     id: str | None = absent()
-    type: Literal["function"] | None = absent()
-    function: CallFunction
+    type: Literal["function", "custom"] | None = absent()
+    function: CallFunction | None = absent()
+    custom: CustomCall | None = absent()
 
 
 class Delta(BaseModel):
@@ -272,7 +288,18 @@ class CallItem(BaseModel):
     arguments: str
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(BaseModel):
+    """One call of a custom tool. input: any text."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(BaseModel):
@@ -321,8 +348,9 @@ class ResponseReply(BaseModel):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     reasoning: dict[str, Any] | None
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -347,7 +375,16 @@ class ResponseEvent(BaseModel):
     text: str | None = absent()
     arguments: str | None = absent()
     name: str | None = absent()
+    input: str | None = absent()
     logprobs: list[Any] | None = absent()
+
+
+class DeletedResponse(BaseModel):
+    """What deleting a response gives."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class ModelCard(BaseModel):

@@ -1,20 +1,22 @@
-"""``/v1/responses``: one response to a conversation, whole or as a stream. Nothing is stored."""
+"""``/v1/responses``: one response to a conversation, whole or as a stream."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from guided_spec.engine.chat import ChatChunk, ChatStream, ToolCallDelta
-from guided_spec.kinds import require_known_fields
-from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
+from guided_spec.server.endpoints.bodies import ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun
-from guided_spec.server.endpoints.messages import plain_text
+from guided_spec.server.endpoints.custom_calls import CustomCalls
 from guided_spec.server.endpoints.replies import (
     CallItem,
+    CustomCallItem,
     IncompleteDetails,
     InputDetails,
     ItemStatus,
@@ -28,14 +30,41 @@ from guided_spec.server.endpoints.replies import (
     ResponseReply,
     ResponseUsage,
 )
-from guided_spec.server.faults import ApiError, invalid_value, named_as_sent
+from guided_spec.server.endpoints.responses_bodies import as_chat, own_items
+from guided_spec.server.faults import ApiError, named_as_sent
+from guided_spec.server.middleware import CALLER
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
-_LOGPROBS = "message.output_text.logprobs"
-_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
-_PARAMS = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
+_NAMES = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+_PARAMS = {
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
 """Arguments of a chat by their names here."""
+_NESTED = re.compile(r"\.(?:function|custom|allowed_tools|grammar)\b")
+
+
+@contextmanager
+def _named_as_sent() -> Iterator[None]:
+    """Errors name what the client sent: here, tools and choices are not nested as in chats."""
+    try:
+        with named_as_sent(_PARAMS):
+            yield
+    except ApiError as fault:
+        path = fault.param or ""
+        if re.match(r"tools?(_choice)?\b", path):
+            fault.param = _NESTED.sub("", path)
+            fault.message = fault.message.replace(path, fault.param, 1)
+        raise
 
 
 class ResponseHandler:
@@ -44,8 +73,17 @@ class ResponseHandler:
     def __init__(self, service: Service, body: ResponsesBody) -> None:
         self._body = body
         self._service = service
-        self._run = ChatRun(service, as_chat(body))
-        self._items = ResponseItems()
+        self._caller = CALLER.get()
+        earlier: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            param = "previous_response_id"
+            found = service.responses.find(body.previous_response_id, self._caller, param)
+            earlier = json.loads(found.items)
+        self._conversation = [*earlier, *own_items(body)]
+        chat = as_chat(body, earlier)
+        self._run = ChatRun(service, chat)
+        self._items = ResponseItems(CustomCalls(chat.tools))
+        self._is_stored = service.responses.is_on and body.store is not False
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -64,7 +102,7 @@ class ResponseHandler:
                 yield event(one, one.type)
 
     async def _events(self) -> AsyncGenerator[ResponseEvent, None]:
-        with named_as_sent(_PARAMS):
+        with _named_as_sent():
             async with aclosing(self._unnamed_events()) as events:
                 async for one in events:
                     yield one
@@ -85,7 +123,14 @@ class ResponseHandler:
         status: ItemStatus = "incomplete" if reason == "length" else "completed"
         for one in items.end(status):
             yield one
-        yield items.event(status, response=self._reply(status))
+        reply = self._reply(status)
+        if self._is_stored:
+            await self._service.workers.run(lambda: self._store(reply))
+        yield items.event(status, response=reply)
+
+    def _store(self, reply: ResponseReply) -> None:
+        items = [*self._conversation, *lasting_items(reply.output)]
+        self._service.responses.add(self._id, reply.model_dump(), items, self._caller)
 
     def _reply(self, status: ItemStatus) -> ResponseReply:
         body, defaults = self._body, self._service.llm.default_params
@@ -101,6 +146,8 @@ class ResponseHandler:
             "metadata": body.metadata or {},
             "model": self._service.model_name,
             "output": [item.model_copy(deep=True) for item in self._items.items],
+            "previous_response_id": body.previous_response_id,
+            "store": self._is_stored,
             "parallel_tool_calls": True if is_parallel is None else is_parallel,
             "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
             "temperature": defaults.temperature if temperature is None else temperature,
@@ -126,13 +173,27 @@ class ResponseHandler:
         )
 
 
+def lasting_items(output: Sequence[OutputItem]) -> list[dict[str, Any]]:
+    """What of a response is part of a conversation that goes on.
+
+    A call that was cut off was never made: no result of it will follow.
+    """
+    calls = (CallItem, CustomCallItem)
+    return [
+        item.model_dump()
+        for item in output
+        if not (isinstance(item, calls) and item.status == "incomplete")
+    ]
+
+
 class ResponseItems:
     """The items of a response while they are written: takes chunks in, gives events out.
 
     One item is open at a time; another kind closes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, customs: CustomCalls | None = None) -> None:
+        self._customs = customs or CustomCalls(())
         self.items: list[OutputItem] = []
         self.reasoning_tokens = 0
         self._num_events = 0
@@ -164,7 +225,7 @@ class ResponseItems:
             yield from self._close("completed")
             yield from self._open(_message() if kind == "message" else _reasoning())
         item = self.items[-1]
-        assert not isinstance(item, CallItem)
+        assert isinstance(item, MessageItem | ReasoningItem)
         item.content[0].text += text
         fields: dict[str, Any] = {"content_index": 0, "delta": text}
         if kind == "message":
@@ -172,16 +233,20 @@ class ResponseItems:
         yield self.event(f"{_NAMES[kind]}.delta", **self._indices(), **fields)
 
     def _write_call(self, piece: ToolCallDelta) -> Iterator[ResponseEvent]:
+        text = self._customs.feed(piece)
         if piece.call_index != self._call_index:
             self._call_index = piece.call_index
             yield from self._close("completed")
-            yield from self._open(_call(piece))
-        item = self.items[-1]
-        assert isinstance(item, CallItem)
-        item.arguments += piece.arguments
-        if piece.arguments:
-            kind = "function_call_arguments.delta"
-            yield self.event(kind, **self._indices(), delta=piece.arguments)
+            yield from self._open(_call(piece) if text is None else _custom_call(piece))
+        item, more = self.items[-1], piece.arguments if text is None else text
+        if isinstance(item, CallItem):
+            item.arguments += more
+        elif isinstance(item, CustomCallItem):
+            item.input += more
+        if more:
+            yield self.event(f"{_NAMES[item.type]}.delta", **self._indices(), delta=more)
+        if piece.is_complete:
+            yield from self._close("completed")
 
     def _is_open(self, kind: str) -> bool:
         return bool(self.items) and self.items[-1].type == kind and self._is_unfinished()
@@ -193,10 +258,10 @@ class ResponseItems:
         self.items.append(item)
         index = len(self.items) - 1
         shown = item.model_copy(deep=True)
-        if not isinstance(shown, CallItem):
+        if isinstance(shown, MessageItem | ReasoningItem):
             shown.content = []
         yield self.event("output_item.added", output_index=index, item=shown)
-        if not isinstance(item, CallItem):
+        if isinstance(item, MessageItem | ReasoningItem):
             part = item.content[0].model_copy()
             yield self.event("content_part.added", **self._indices(), content_index=0, part=part)
 
@@ -208,6 +273,8 @@ class ResponseItems:
         if isinstance(item, CallItem):
             fields = {"arguments": item.arguments, "name": item.name}
             yield self.event("function_call_arguments.done", **indices, **fields)
+        elif isinstance(item, CustomCallItem):
+            yield self.event("custom_tool_call_input.done", **indices, input=item.input)
         else:
             part = item.content[0].model_copy()
             more: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
@@ -242,125 +309,15 @@ def _call(piece: ToolCallDelta) -> CallItem:
     )
 
 
+def _custom_call(piece: ToolCallDelta) -> CustomCallItem:
+    return CustomCallItem(
+        id=_id("ctc"),
+        status="in_progress",
+        call_id=f"call_{piece.id}",
+        name=piece.name,
+        input="",
+    )
+
+
 def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
-
-
-def as_chat(body: ResponsesBody) -> ChatBody:
-    """The chat that a body asks for. Raises ApiError for what a chat has not."""
-    if body.include and _LOGPROBS in body.include:
-        raise _fault("include", f"{_LOGPROBS}: ask /v1/chat/completions for these")
-    tools = None if body.tools is None else [_tool(at, t) for at, t in enumerate(body.tools)]
-    fields = {
-        "model": body.model,
-        "messages": _messages(body),
-        "tools": tools,
-        "tool_choice": _tool_choice(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "max_tokens": body.max_output_tokens,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "response_format": _response_format(body.text or {}),
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-    }
-    return ChatBody.model_validate(fields)
-
-
-_ITEM = frozenset({"type", "id", "status"})
-_OF_ITEM = {
-    "message": _ITEM | {"role", "content"},
-    "reasoning": _ITEM | {"content", "summary"},
-    "function_call": _ITEM | {"call_id", "name", "arguments", "parsed_arguments"},
-    "function_call_output": _ITEM | {"call_id", "output"},
-}
-_OF_TOOL = ("name", "description", "parameters", "strict")
-
-
-def _kind_of(item: Mapping[str, Any], where: str) -> Any:
-    """The type of an item, whose fields are looked at."""
-    kind = item.get("type", "message")
-    if isinstance(kind, str) and kind in _OF_ITEM:
-        require_known_fields(where, item, _OF_ITEM[kind])
-    if kind == "reasoning" and item.get("summary"):
-        raise _fault(f"{where}.summary", "is not read here; send content instead")
-    return kind
-
-
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    reasoning = ""
-    for index, item in enumerate(body.input):
-        where = f"input[{index}]"
-        match _kind_of(item, where):
-            case "message":
-                text = plain_text(item.get("content"), f"{where}.content")
-                messages.append({"role": item.get("role"), "content": text})
-            case "reasoning":
-                reasoning = plain_text(item.get("content"), f"{where}.content")
-                continue
-            case "function_call":
-                _add_call(messages, item, where)
-            case "function_call_output":
-                known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
-                text = plain_text(item.get("output"), f"{where}.output")
-                messages.append({**known, "content": text})
-            case other:
-                raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
-        if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = reasoning
-        reasoning = ""
-    if not messages:
-        raise _fault("input", "must hold at least one item")
-    return messages
-
-
-def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Add a call to the last message if that is the assistant's, else to a new message."""
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    if not all(isinstance(value, str) for value in function.values()):
-        raise _fault(where, "must have a name and arguments, both str")
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    call = {"id": _call_id(item.get("call_id")), "type": "function", "function": function}
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _call_id(value: object) -> object:
-    """The call's id as the chat template knows it, without this endpoint's prefix."""
-    return value.removeprefix("call_") if isinstance(value, str) else value
-
-
-def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = tool.get("type")
-        raise _fault(f"tools[{index}].type", f"{kind!r:.40}: only function tools run here")
-    require_known_fields(f"tools[{index}]", tool, ("type", *_OF_TOOL))
-    return {"type": "function", "function": {n: tool[n] for n in _OF_TOOL if n in tool}}
-
-
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        require_known_fields("tool_choice", choice, ("type", "name"))
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
-def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    require_known_fields("text", text, ("format",))
-    wanted = text.get("format")
-    if wanted is None:
-        return None
-    if not isinstance(wanted, dict):
-        raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
-    if wanted.get("type") == "json_schema" and wanted.get("schema") is None:
-        raise _fault("text.format.schema", "must be a JSON schema")
-    return dict(wanted)
-
-
-def _fault(param: str, reason: str) -> ApiError:
-    return invalid_value(f"{param}: {reason}", param)

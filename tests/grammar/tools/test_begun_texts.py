@@ -51,6 +51,10 @@ def follow(found: Side, token_ids: list[int]) -> list[BegunText]:
         for before, after in zip(last.calls, now.calls, strict=False):
             assert (before.id, before.name) == (after.id, after.name)
             assert after.arguments.startswith(before.arguments)
+            if before.is_complete:
+                assert after == before
+            if after.is_complete:
+                json.loads(found.marks.show(after.arguments))
         seen.append(now)
     return seen
 
@@ -58,6 +62,7 @@ def follow(found: Side, token_ids: list[int]) -> list[BegunText]:
 def check_end(found: Side, token_ids: list[int]) -> None:
     last, read = follow(found, token_ids)[-1], found.read(token_ids)
     assert not last.is_cut
+    assert all(call.is_complete for call in last.calls)
     text = found.marks.show(last.text)
     assert read.text.startswith(text) or read.text.lstrip().startswith(text)
     assert (read.reasoning or "").startswith(found.marks.show(last.reasoning or ""))

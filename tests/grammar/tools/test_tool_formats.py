@@ -46,26 +46,48 @@ NAMES = tuple(
         found
         for known in TOOL_FORMATS.values()
         for literal in known.literals
-        for found in re.findall(r"</?[a-z_:]+>|<[|｜].*?[|｜]>|\[[A-Z_]+\]", literal)
+        for found in re.findall(r"</?[a-z_:]+>|<[|｜].*?[|｜]>|\[[A-Z_]+\]|｜DSML｜", literal)
     )
 )
 DATA = (*BYTES.token_bytes[:256], *[b""] * (1 + len(NAMES)))
-XML = ("glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
+DSML = {
+    "deepseek_v3_2": ("｜DSML｜", "function_calls"),
+    "deepseek_v4": ("｜DSML｜", "tool_calls"),
+    "deepseek_v4_1": ("｜DSML｜ ", "calls"),
+}
+XML = (*DSML, "glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
 
 
 @cache
 def vocabulary(kind: str) -> Vocabulary:
-    """``bytes``: no added tokens. ``tokens``: each mark is one. ``call``: one also ends texts."""
+    """``bytes``: no added tokens. ``tokens``: each mark is one. ``call``: one also ends texts.
+
+    ``some``: a few marks are, as in most families; ``think``: none of a call is.
+    """
     if kind == "bytes":
         return BYTES
     added = tuple((name, EOS + 1 + at) for at, name in enumerate(NAMES))
+    if kind in ("some", "think"):
+        few = ("<think>", "</think>") if kind == "think" else tuple(filter(_is_often_one, NAMES))
+        added = tuple((name, EOS + 1 + at) for at, name in enumerate(few))
+        shown = (*DATA[: EOS + 1], *(name.encode() for name in few))
+        data = DATA[: EOS + 1 + len(few)]
+        return Vocabulary(
+            (*data, *[b""] * (len(shown) - len(data))), (EOS,), len(shown), shown, added
+        )
     shown = (*DATA[: EOS + 1], *(name.encode() if "tool" in name else b"" for name in NAMES))
     stops = (EOS, dict(added)["<|call|>"]) if kind == "call" else (EOS,)
     return Vocabulary(DATA, stops, len(DATA), shown, added)
 
 
-KINDS = ("bytes", "tokens", "call")
-BACKENDS = {kind: XGrammarBackend(vocabulary(kind), compile_threads=1) for kind in KINDS}
+def _is_often_one(name: str) -> bool:
+    return "tool_call>" in name or name in ("｜DSML｜", "[TOOL_CALLS]", "<|channel|>", "<|end|>")
+
+
+KINDS = ("bytes", "tokens", "call", "some")
+BACKENDS = {
+    kind: XGrammarBackend(vocabulary(kind), compile_threads=1) for kind in (*KINDS, "think")
+}
 
 
 class Side(NamedTuple):
@@ -113,31 +135,36 @@ def walk(found: Side, kind: str, seed: int, wander: int) -> list[int]:
         likely = [t for t in legal if t > EOS or t in frozenset(b'",:]}{[<0123456789 \n')]
         options = likely if likely and dice.random() < 0.6 else legal
         if len(token_ids) > wander:
-            options = _closing(found, token_ids, legal)
+            options = _closing(found, kind, token_ids, legal)
         token_ids.append(dice.choice(options))
         assert matcher.accept_token(token_ids[-1])
         assert len(token_ids) < 4000, found.marks.show(found.marks.read(token_ids[-300:]))
     return token_ids[:-1]
 
 
-def _closing(found: Side, token_ids: list[int], legal: list[int]) -> list[int]:
+def _closing(found: Side, kind: str, token_ids: list[int], legal: list[int]) -> list[int]:
     if EOS in legal:
         return [EOS]
-    known, tail = TOOL_FORMATS[found.name], found.marks.read(token_ids[-60:])
-    ends = ["<|end|><|start|>assistant<|channel|>final<|message|>", known.literals[-1]]
-    ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
-    ends += [re.sub(r"^.*\{value\}", "", getattr(known, "argument", None) or "")]
+    known = TOOL_FORMATS[found.name]
+    closing = spell(getattr(known, "closing", ""), kind)
+    if len(closing) == 1 and closing[0] in legal:
+        return closing
+    ends = [known.literals[-1], getattr(known, "closing", "")]
+    if found.name == "harmony":
+        ends.insert(0, "<|end|><|start|>assistant<|channel|>final<|message|>")
+        ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
     best, begun = list[int](), 0
-    for end in map(found.marks.mark, ends):
-        for size in range(min(len(end) - 1, len(tail)), -1, -1):
-            if tail.endswith(end[:size]):
-                following = [t for t in legal if found.marks.read([t]) == end[size]]
-                if following and (size > begun or not best):
-                    best, begun = following, size
+    for end in (spell(text, kind) for text in ends if text):
+        for size in range(min(len(end) - 1, len(token_ids)), -1, -1):
+            if token_ids[len(token_ids) - size :] == end[:size]:
+                if end[size] in legal and (size > begun or not best):
+                    best, begun = [end[size]], size
                 break
+    if best and (begun or best[0] > EOS):
+        return best
     # A line break stands in free text, but never in JSON.
     closers = [] if ord("\n") in legal else [t for t in legal if t in frozenset(b'"]}')]
-    return (best if begun else []) or closers[:1] or best or legal
+    return closers[:1] or best or legal
 
 
 KEYS = st.sampled_from(["city", "on", "a b", "x"])
@@ -225,6 +252,13 @@ CALLS = {
     "mistral_v13": "[TOOL_CALLS]light[ARGS]%",
     "deepseek_v3": f"{HEAD}function<｜tool▁sep｜>light\n```json\n%\n```{TAIL}",
     "deepseek_v3_1": f"{HEAD}light<｜tool▁sep｜>%{TAIL}",
+    **{
+        name: f'<{mark}{block}>\n<{mark}invoke name="light">\n'
+        f'<{mark}parameter name="on" string="false">true</{mark}parameter>\n'
+        f'<{mark}parameter name="room" string="true">the hall</{mark}parameter>\n'
+        f"</{mark}invoke>\n</{mark}{block}>"
+        for name, (mark, block) in DSML.items()
+    },
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.light:0"
     "<|tool_call_argument_begin|>%<|tool_call_end|><|tool_calls_section_end|>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="light">\n<parameter name="on">true'
@@ -374,6 +408,38 @@ def test_json_in_tags_has_fixed_whitespace() -> None:
         assert json.loads(text)["on"] is True
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["think", "some"])
+@pytest.mark.parametrize("name", CALLS)
+def test_reasoning_before_calls_that_are_spelled_out(name: str, kind: str) -> None:
+    """Where the marks of the reasoning are tokens, and those of a call are not, or not all."""
+    if name == "harmony":  # which holds the reasoning itself
+        return
+    known, shared = TOOL_FORMATS[name], vocabulary(kind)
+    text = CALLS[name].replace("%", '{"on": true, "room": "<b>"}').replace("the hall", "<b>")
+    for choice in ("auto", "required", "none"):
+        content = known.content(ToolRules(read_tools(LIGHTS), choice))
+        tag = Reasoning("<think>", "</think>").before(content)
+        spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": tag})
+        found = Side(
+            BACKENDS[kind].compile(spec),
+            MarkedText(shared, known.literals),
+            read_tools(LIGHTS),
+            name,
+            known,
+        )
+        assert takes(found, spell(f"<think>so</think>\n{text}", kind)) == (choice != "none")
+        assert takes(found, spell(text, kind)) == (choice != "none")
+        assert takes(found, spell("<think>so</think>Well <b>.", kind)) == (choice != "required")
+        if kind == "think":
+            twice = spell("<think>so</think>", kind)
+            assert not takes(found, [*twice, *twice])
+            stray = spell(text.replace("<b>", "<b></think>"), kind)
+            assert not takes(found, stray)
+        (call,) = found.read(spell(text, kind)).calls
+        assert call.arguments == {"on": True, "room": "<b>"}
+
+
 def light(name: str, schema: Any = LIGHT) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
@@ -415,7 +481,10 @@ def test_names_with_dots_are_names(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_without_arguments(name: str, schema: Any) -> None:
     text = CALLS[name].replace("%", "{}")
-    text = re.sub(r"<(parameter|arg_key).*</(parameter|arg_value)>\n?", "", text, flags=re.DOTALL)
+    argument = r"<(parameter|arg_key|｜DSML｜ ?p).*</(parameter|arg_value|｜DSML｜ ?parameter)>\n?"
+    # DeepSeek V3.2 and V4.1 write an empty line instead.
+    instead = "\n" * (name in DSML and name != "deepseek_v4")
+    text = re.sub(argument, instead, text, flags=re.DOTALL)
     found = side(name, "tokens", [light("light", schema)], "required")
     assert takes(found, whole(name, text)), text
     (call,) = found.read(whole(name, text)).calls

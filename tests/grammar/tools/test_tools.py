@@ -244,8 +244,9 @@ CALLED = {"type": "tag", "begin": "<tool_call>", "content": {"type": "any_text"}
                 "type": "triggered_tags",
                 "triggers": ["x"],
                 "tags": [{**CALLED, "begin": "x<other>"}],
+                "excludes": [""],
             },
-            "keep",
+            "excludes the empty text",
         ),
         ({"type": "triggered_tags", "triggers": ["<tool_call>", "x"], "tags": [CALLED]}, "let all"),
         (

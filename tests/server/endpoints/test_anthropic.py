@@ -118,12 +118,13 @@ def test_reasoning_then_text_then_a_call() -> None:
         ChatChunk(
             0, tool_calls=(ToolCallDelta(0, "", "", ": 1}"), ToolCallDelta(1, "d", "go", ""))
         ),
+        ChatChunk(0, tool_calls=(ToolCallDelta(1, "", "", "{}", is_complete=True),)),
     ]
     found = [one.model_dump() for chunk in chunks for one in blocks.feed(chunk)]
     kinds = [one["type"].removeprefix("content_block_") for one in found]
     begun = ["start", "delta", "delta", "stop", "start", "delta", "stop"]
-    assert kinds == [*begun, "start", "delta", "delta", "stop", "start"]
-    assert [one["index"] for one in found] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert kinds == [*begun, "start", "delta", "delta", "stop", "start", "delta", "stop"]
+    assert [one["index"] for one in found] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     assert found[7]["content_block"] == {
         **{"type": "tool_use", "id": "toolu_abc", "name": "book", "input": {}}
     }
@@ -272,6 +273,30 @@ def test_mistakes_are_named(
     assert reason in found["error"]["message"]
 
 
+def test_tokens_are_counted(served: Running) -> None:
+    tools = {"tools": CALL["tools"], "system": "Be brief."}
+    for options in ({}, tools, {**tools, "thinking": {"type": "disabled"}}):
+        asked = {"messages": ASK, **options}
+        counted = served.post(f"{PATH}/count_tokens", asked)
+        assert counted.status_code == 200, counted.text
+        usage = served.post(PATH, {**asked, "max_tokens": 60}).json()["usage"]
+        assert counted.json() == {
+            "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
+        }
+    many = [{"role": "user", "content": "a " * 2000}]
+    for body, reason in (
+        ({}, "messages"),
+        ({"messages": ASK, "max_tokens": 3}, "max_tokens: this server does not know it"),
+        ({"messages": ASK, "tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"messages": many}, "only 1023"),
+        ({"messages": ASK, "model": "other"}, "other"),
+    ):
+        refused = served.post(f"{PATH}/count_tokens", body)
+        assert refused.status_code in (400, 404)
+        assert reason in refused.json()["error"]["message"]
+    served.require_service()
+
+
 @pytest.fixture
 def anthropic_client(served: Running) -> Iterator[Any]:
     anthropic: Any = pytest.importorskip("anthropic")
@@ -305,6 +330,12 @@ def test_the_client_s_stream_and_its_parsed_output(anthropic_client: Any) -> Non
         message = stream.get_final_message()
     assert {"message_start", "content_block_start", "input_json", "message_stop"} <= kinds
     assert message.content[0].input.keys() == {"seats", "window"}
+    counted = anthropic_client.messages.count_tokens(
+        **{name: CALL[name] for name in ("model", "messages", "tools", "tool_choice")}
+    )
+    assert counted.input_tokens == message.usage.input_tokens + (
+        message.usage.cache_read_input_tokens or 0
+    )
     parsed = anthropic_client.messages.parse(**CREATE, output_format=Contact)
     assert isinstance(parsed.parsed_output, Contact)
 

@@ -12,8 +12,10 @@ from pydantic import TypeAdapter
 
 from guided_spec.engine.chat import ChatChunk, ToolCallDelta
 from guided_spec.server.endpoints.bodies import ResponsesBody
+from guided_spec.server.endpoints.messages import style_variables
 from guided_spec.server.endpoints.replies import CallItem, MessageItem, ReasoningItem
-from guided_spec.server.endpoints.responses import ResponseItems, as_chat
+from guided_spec.server.endpoints.responses import ResponseItems
+from guided_spec.server.endpoints.responses_bodies import as_chat
 from guided_spec.server.faults import ApiError
 from tests.server.running import ASK, BOOK, Contact, Running
 
@@ -112,12 +114,14 @@ def test_the_shape_is_openai_s(served: Running) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]: must have"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity='low'"),
+        ({"text": {"verbosity": "lots"}}, "text.verbosity: must be one of low, medium, high"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no"),
+        ({"background": True}, "background: this server answers while its client waits"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort='low': this model's chat template"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
     ],
 )
@@ -154,7 +158,7 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
             "text.format.schema",
             "must be",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not known here"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "does not read it"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             *("input[0].content", "input[0].content[0]: this model reads text, not 'input_image'"),
@@ -170,6 +174,51 @@ def test_faults_name_the_arguments_of_this_endpoint(
     error = reply.json()["error"]
     assert reason in error["message"]
     assert error["param"] == param
+
+
+def test_what_asks_for_nothing_is_taken(served: Running) -> None:
+    plain = {
+        "reasoning": {"effort": "medium"},
+        "text": {"verbosity": "medium"},
+        "background": False,
+    }
+    reply = served.post("/v1/responses", {**CREATE, **plain, "max_output_tokens": 4})
+    assert reply.status_code == 200, reply.text
+    none = {"reasoning": {"effort": "none"}}
+    assert (
+        served.post("/v1/responses", {**CREATE, **none, "max_output_tokens": 4}).status_code == 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "verbosity", "expected"),
+    [
+        ("{{ reasoning_effort }}", "xhigh", None, {"reasoning_effort": "xhigh"}),
+        ("{{ reasoning_effort }}", "medium", None, {"reasoning_effort": "medium"}),
+        ("{{ enable_thinking }}", "none", "medium", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "low", None, {"enable_thinking": True}),
+        ("{{ enable_thinking }}", "medium", None, {}),
+        ("{{ verbosity }}", None, "high", {"verbosity": "high"}),
+        ("{{ verbosity_2 }}", "none", "medium", {}),
+    ],
+)
+def test_styles(template: str, effort: Any, verbosity: Any, expected: Any) -> None:
+    assert style_variables(effort, verbosity, template) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "verbosity", "reason"),
+    [
+        ("{{ enable_thinking }}", "lots", None, "reasoning_effort='lots': this model's"),
+        ("{{ reasoning_efforts }}", "low", None, "reasoning_effort='low'"),
+        ("{{ reasoning_effort }}", "low", "high", "verbosity='high'.*does not read it"),
+    ],
+)
+def test_styles_that_no_template_reads(
+    template: str, effort: Any, verbosity: Any, reason: str
+) -> None:
+    with pytest.raises(ApiError, match=reason):
+        style_variables(effort, verbosity, template)
 
 
 def test_items_become_messages() -> None:
@@ -221,3 +270,20 @@ def test_each_of_several_calls_is_an_item() -> None:
     done = [e.output_index for e in events if e.type == "response.output_item.done"]
     assert added == done == [0, 1]
     assert len({item.id for item in items.items}) == 2
+
+
+def test_a_call_is_done_as_soon_as_its_arguments_are() -> None:
+    items, calls = ResponseItems(), []
+    pieces = [
+        ToolCallDelta(0, "a", "book", '{"seats": 1'),
+        ToolCallDelta(0, "", "", "}", is_complete=True),
+    ]
+    for piece in pieces:
+        calls += [event.type for event in items.feed(ChatChunk(0, tool_calls=(piece,)))]
+    assert calls[-3:] == [
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+    ]
+    assert [event.type for event in items.end("incomplete")] == []
+    assert items.items[0].status == "completed"

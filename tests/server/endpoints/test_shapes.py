@@ -12,8 +12,9 @@ from pydantic import BaseModel
 
 from guided_spec.server.endpoints import replies
 
-# Fields that OpenAI's types lack: vLLM's names, and ours.
+# Fields that OpenAI's types lack: vLLM's names, ours, and two that OpenAI's server sends anyway.
 OURS = {"reasoning_content", "max_model_len", "status", "trace", "shortened_texts"}
+OURS |= {"custom", "store"}
 PAIRS: list[tuple[type[BaseModel], type[BaseModel]]] = [
     (replies.ChatReply, ChatCompletion),
     (replies.ChatChunkReply, ChatCompletionChunk),

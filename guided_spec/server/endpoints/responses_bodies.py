@@ -1,0 +1,187 @@
+"""``POST /v1/responses``: what OpenAI's clients send, as the chat that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from guided_spec.kinds import require_known_fields
+from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
+from guided_spec.server.endpoints.messages import plain_text
+from guided_spec.server.faults import ApiError, invalid_value
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def own_items(body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
+    """What the request itself says of the conversation, as items."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": body.input}]
+    return body.input
+
+
+def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> ChatBody:
+    """The chat that a body asks for.
+
+    earlier: the items of the response that it goes on from. Raises ApiError and UnknownOptionError
+    for what a chat has not.
+    """
+    if body.background:
+        fix = "this server answers while its client waits; leave it out, and stream long answers"
+        raise _fault("background", fix)
+    if body.include and _LOGPROBS in body.include:
+        raise _fault("include", f"{_LOGPROBS}: ask /v1/chat/completions for these")
+    tools = None if body.tools is None else [_tool(at, t) for at, t in enumerate(body.tools)]
+    fields = {
+        "model": body.model,
+        "messages": _messages(body.instructions, earlier, own_items(body)),
+        "tools": tools,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "response_format": _response_format(body.text or {}),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "verbosity": _verbosity(body.text or {}),
+    }
+    return ChatBody.model_validate(fields)
+
+
+_ITEM = frozenset({"type", "id", "status"})
+_OF_ITEM = {
+    "message": _ITEM | {"role", "content"},
+    "reasoning": _ITEM | {"content", "summary"},
+    "function_call": _ITEM | {"call_id", "name", "arguments", "parsed_arguments"},
+    "function_call_output": _ITEM | {"call_id", "output"},
+    "custom_tool_call": _ITEM | {"call_id", "name", "input"},
+    "custom_tool_call_output": _ITEM | {"call_id", "output"},
+}
+_OF_TOOL = ("name", "description", "parameters", "strict")
+_OF_CUSTOM = ("name", "description", "format")
+_VERBOSITIES = ("low", "medium", "high")
+
+
+def _kind_of(item: Mapping[str, Any], where: str) -> Any:
+    """The type of an item, whose fields are looked at."""
+    kind = item.get("type", "message")
+    if isinstance(kind, str) and kind in _OF_ITEM:
+        require_known_fields(where, item, _OF_ITEM[kind])
+    if kind == "reasoning" and item.get("summary"):
+        raise _fault(f"{where}.summary", "is not read here; send content instead")
+    return kind
+
+
+def _messages(
+    instructions: str | None,
+    earlier: Sequence[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    reasoning = ""
+    for index, item in enumerate([*earlier, *own], -len(earlier)):
+        where = f"input[{index}]"
+        match _kind_of(item, where):
+            case "message":
+                text = plain_text(item.get("content"), f"{where}.content")
+                messages.append({"role": item.get("role"), "content": text})
+            case "reasoning":
+                reasoning = plain_text(item.get("content"), f"{where}.content")
+                continue
+            case "function_call":
+                _add_call(messages, item, where, "function", "arguments")
+            case "custom_tool_call":
+                _add_call(messages, item, where, "custom", "input")
+            case "function_call_output" | "custom_tool_call_output":
+                known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
+                text = plain_text(item.get("output"), f"{where}.output")
+                messages.append({**known, "content": text})
+            case other:
+                raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    if not messages:
+        raise _fault("input", "must hold at least one item")
+    return messages
+
+
+def _add_call(
+    messages: list[dict[str, Any]], item: Mapping[str, Any], where: str, kind: str, given: str
+) -> None:
+    """Add a call to the last message if that is the assistant's, else to a new message.
+
+    kind: of the tool. given: the field that holds what it is given.
+    """
+    called = {"name": item.get("name"), given: item.get(given)}
+    if not all(isinstance(value, str) for value in called.values()):
+        raise _fault(where, f"must have a name and {given}, both str")
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": _call_id(item.get("call_id")), "type": kind, kind: called}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _call_id(value: object) -> object:
+    """The call's id as the chat template knows it, without this endpoint's prefix."""
+    return value.removeprefix("call_") if isinstance(value, str) else value
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    path, kind = f"tools[{index}]", tool.get("type")
+    if kind == "function":
+        require_known_fields(path, tool, ("type", *_OF_TOOL))
+        return {"type": kind, kind: {name: tool[name] for name in _OF_TOOL if name in tool}}
+    if kind != "custom":
+        raise _fault(f"{path}.type", f"{kind!r:.40}: only function and custom tools run here")
+    require_known_fields(path, tool, ("type", *_OF_CUSTOM))
+    custom = {name: tool[name] for name in _OF_CUSTOM if name in tool}
+    form = custom.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        require_known_fields(f"{path}.format", form, ("type", "syntax", "definition"))
+        rule = {name: form.get(name) for name in ("syntax", "definition")}
+        custom["format"] = {"type": "grammar", "grammar": rule}
+    return {"type": kind, kind: custom}
+
+
+def _tool_choice(choice: Any, path: str = "tool_choice") -> Any:
+    """A choice in the form of chats; the names of fields are looked at."""
+    match choice:
+        case {"type": "function" | "custom" as kind}:
+            require_known_fields(path, choice, ("type", "name"))
+            return {"type": kind, kind: {"name": choice.get("name")}}
+        case {"type": "allowed_tools"}:
+            require_known_fields(path, choice, ("type", "mode", "tools"))
+            listed = choice.get("tools")
+            if isinstance(listed, list):
+                places = enumerate(listed)
+                listed = [_tool_choice(one, f"{path}.tools[{at}]") for at, one in places]
+            allowed = {"mode": choice.get("mode"), "tools": listed}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _verbosity(text: Mapping[str, Any]) -> Any:
+    given = text.get("verbosity")
+    if given is not None and given not in _VERBOSITIES:
+        raise _fault("text.verbosity", f"must be one of {', '.join(_VERBOSITIES)}")
+    return given
+
+
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    require_known_fields("text", text, ("format", "verbosity"))
+    wanted = text.get("format")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict):
+        raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
+    if wanted.get("type") == "json_schema" and wanted.get("schema") is None:
+        raise _fault("text.format.schema", "must be a JSON schema")
+    return dict(wanted)
+
+
+def _fault(param: str, reason: str) -> ApiError:
+    return invalid_value(f"{param}: {reason}", param)
