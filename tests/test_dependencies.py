@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # The extras that parts of the package may ask for, besides what all of it depends on.
 EXTRAS = {
+    "batch": ("batch",),
     "cli": ("cli",),
     "evaluate": ("plots",),
     "models": ("lora", "parallel"),

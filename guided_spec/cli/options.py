@@ -72,7 +72,9 @@ class ModelOptions:
 class TextOptions:
     """One text: its prompt, its grammar, and how it is sampled."""
 
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - is standard input.")]
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - is standard input.")
+    ] = None
     schema: Annotated[Path | None, typer.Option(help="JSON schema file; - is standard input.")] = (
         None
     )
@@ -110,7 +112,12 @@ class TextOptions:
         return SamplingParams(**chosen, stop=tuple(self.stop or ()), grammar=spec)
 
     def text(self) -> str:
-        """The prompt itself; of ``-``, standard input without the end of its last line."""
+        """The prompt itself; of ``-``, standard input without the end of its last line.
+
+        Raises ConfigError if there is none.
+        """
+        if self.prompt is None:
+            raise ConfigError("PROMPT", None, "give the text to continue; - is standard input")
         if self.prompt != STDIN:
             return self.prompt
         return read_text("PROMPT", Path(self.prompt)).removesuffix("\n").removesuffix("\r")

@@ -306,13 +306,13 @@ class Failures(NamedTuple):
     @classmethod
     def before_the_first_token(cls, on_error: OnError) -> Failures:
         """With "raise" only those that left no text. Raises ConfigError for another word."""
-        return cls(_is_raised(on_error), of_written=False)
+        return cls(is_raised(on_error), of_written=False)
 
     @classmethod
     def at_any_time(cls, on_error: OnError) -> Failures:
         """With "raise" all of them. Raises ConfigError for another word."""
-        is_raised = _is_raised(on_error)
-        return cls(is_raised, is_raised)
+        raised = is_raised(on_error)
+        return cls(raised, raised)
 
     def look_at(self, chunk: Chunk, num_prompts: int) -> None:
         """Raise the error of a request's last chunk, if it is one of these.
@@ -330,7 +330,8 @@ class Failures(NamedTuple):
             raise completion.error
 
 
-def _is_raised(on_error: str) -> bool:
+def is_raised(on_error: str) -> bool:
+    """Whether a call raises the errors of its requests. Raises ConfigError for another word."""
     require_one_of("on_error", on_error, get_args(OnError))
     return on_error == "raise"
 

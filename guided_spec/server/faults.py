@@ -120,6 +120,13 @@ def unknown_parameter(param: str) -> ApiError:
     return ApiError(400, message, code="unknown_parameter", param=param)
 
 
+def require_model(name: str | None, served: Sequence[str]) -> None:
+    """Raise ApiError, 404, for a model that is not served."""
+    if name is not None and name not in served:
+        message = f"the model {name!r:.80} is not served here; there is {', '.join(served)}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+
 @contextmanager
 def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
     """Errors of an argument, or of a part of one, name what the client sent for it.
