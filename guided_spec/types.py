@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from guided_spec.grammar.spec import GrammarSpec
 
+OnShort = Literal["error", "return"]
 LogprobsMode = Literal["raw", "masked", "processed"]
 Verifier = Literal["rejection", "coupled"]
 
@@ -136,6 +137,8 @@ class SamplingParams:
         tokens that would make it impossible to finish are masked out. None does so while a path to
         the end is known, as it is for nearly all grammars, and refuses nothing where none is; True
         raises an error there. False cuts the text off at ``max_tokens``.
+    on_short: what becomes of a text that ``max_tokens`` or the context ended: "return" gives it as
+        it is, and its output says so; "error" is a TextCutShortError in its place.
     logit_bias: what to add to the logits of some tokens, from -1e9 to 1e9; -inf forbids one. Kept
         as a sorted tuple of pairs.
     bad_words: what the text must not contain, after the end of the prompt or across it. A str
@@ -174,6 +177,7 @@ class SamplingParams:
     n: int = 1
     grammar: GrammarSpec | Any = None
     complete: bool | None = None
+    on_short: OnShort = "return"
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     bad_words: Sequence[str | Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
@@ -193,6 +197,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
         require_kind("complete", self.complete, bool | None)
+        require_one_of("on_short", self.on_short, get_args(OnShort))
         require_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
         if not isinstance(self.top_k, int) or self.top_k <= MAX_COUNT:
             require_int("top_k", self.top_k, low=-1)

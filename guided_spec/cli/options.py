@@ -89,6 +89,9 @@ class TextOptions:
     min_p: Annotated[float, typer.Option(help="0 keeps all tokens.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="For repeatable sampling.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None
+    on_short: Annotated[
+        str, typer.Option(help="Of a text that --max-tokens ends early: return it, or error.")
+    ] = "return"
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False
 
     def params(self) -> SamplingParams:
@@ -107,7 +110,7 @@ class TextOptions:
             if spec is None:
                 raise ConfigError("--after", self.after, "needs a grammar; give one")
             spec = spec.after(self.after)
-        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "on_short")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
         return SamplingParams(**chosen, stop=tuple(self.stop or ()), grammar=spec)
 

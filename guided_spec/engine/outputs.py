@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin
 
 from guided_spec.engine.prompt import Prompt
-from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.errors import ConfigError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
@@ -306,13 +306,24 @@ class Failures(NamedTuple):
     @classmethod
     def before_the_first_token(cls, on_error: OnError) -> Failures:
         """With "raise" only those that left no text. Raises ConfigError for another word."""
-        return cls(is_raised(on_error), of_written=False)
+        return cls(_is_raised(on_error), of_written=False)
 
     @classmethod
     def at_any_time(cls, on_error: OnError) -> Failures:
         """With "raise" all of them. Raises ConfigError for another word."""
-        raised = is_raised(on_error)
-        return cls(raised, raised)
+        is_raised = _is_raised(on_error)
+        return cls(is_raised, is_raised)
+
+    def raises(self, completion: Completion) -> bool:
+        """Whether its error is one of these.
+
+        What is refused because it was cut short counts as one that left no text.
+        """
+        if completion.error is None:
+            return False
+        is_refused = isinstance(completion.error, TextCutShortError)
+        is_written = bool(completion.token_ids) and not is_refused
+        return self.of_written if is_written else self.of_unwritten
 
     def look_at(self, chunk: Chunk, num_prompts: int) -> None:
         """Raise the error of a request's last chunk, if it is one of these.
@@ -322,7 +333,7 @@ class Failures(NamedTuple):
         completion = chunk.completion
         if completion is None or completion.error is None:
             return
-        if self.of_written if completion.token_ids else self.of_unwritten:
+        if self.raises(completion):
             place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
             note = f'{place}; on_error="return" serves the others'
             # Set, not added: a grammar's error is remembered, and raised by other calls too.
@@ -330,8 +341,7 @@ class Failures(NamedTuple):
             raise completion.error
 
 
-def is_raised(on_error: str) -> bool:
-    """Whether a call raises the errors of its requests. Raises ConfigError for another word."""
+def _is_raised(on_error: str) -> bool:
     require_one_of("on_error", on_error, get_args(OnError))
     return on_error == "raise"
 

@@ -227,3 +227,19 @@ def test_a_process_that_is_killed(model: str, tmp_path: Path) -> None:
 def whole_lines(path: Path) -> list[bytes]:
     data = path.read_bytes() if path.exists() else b""
     return data.split(b"\n")[:-1]
+
+
+def test_texts_that_were_cut_short(model: str, tmp_path: Path) -> None:
+    source, output = written(tmp_path, ".csv"), tmp_path / "out.jsonl"
+    long = ("--regex", "[a-z]{3,}", "--max-tokens", "8", "--on-short")
+    result = batch(model, source, output, PROMPT, *long, "return")
+    assert result.exit_code == 0, result.stderr
+    assert {line["was_shortened"] for line in lines(output)} == {True}
+    other = tmp_path / "other.jsonl"
+    assert batch(model, source, other, PROMPT, *long, "error").exit_code == 1
+    assert {line["error"]["type"] for line in lines(other)} == {"TextCutShortError"}
+    single = run("generate", "A", *long, "error", "--model", model)
+    assert single.exit_code == 1
+    shown = " ".join(single.stderr.split())
+    assert "TextCutShortError: --max-tokens=8: the text was ended early" in shown
+    assert "on_short" not in shown

@@ -11,13 +11,13 @@ from guided_spec.engine.outputs import (
     Cancellable,
     Chunk,
     Completion,
+    Failures,
     Manner,
     OnError,
     RequestOutput,
     RequestStats,
     Submits,
     cancel_all,
-    is_raised,
 )
 from guided_spec.engine.rows.progress import ProgressBar
 from guided_spec.engine.rows.template import PromptTemplate
@@ -52,7 +52,7 @@ class RowMap:
         self._template = None if template is None else PromptTemplate(template)
         self._params = params
         self._window = window
-        self._is_raised = is_raised(on_error)
+        self._failures = Failures.before_the_first_token(on_error)
 
     def run(self, submit: Submits, bar: ProgressBar) -> Iterator[RequestOutput]:
         """The outputs in the order of the rows. Closing it cancels what is in flight."""
@@ -86,12 +86,13 @@ class RowMap:
         """The output of the first row, which is waited for."""
         output = flying[0].output.result()
         flying.popleft()
-        if self._is_raised and output.error is not None and not output.token_ids:
-            note = f'row {output.prompt_index}, counted from 0; on_error="return" serves the others'
-            # Set, not added: a grammar's error is remembered, and raised by other calls too.
-            output.error.__notes__ = [note]
-            raise output.error
         for completion in output.completions:
+            error = completion.error
+            if error is not None and self._failures.raises(completion):
+                at = f"row {output.prompt_index}, counted from 0"
+                # Set, not added: a grammar's error is remembered, and raised by other calls too.
+                error.__notes__ = [f'{at}; on_error="return" serves the others']
+                raise error
             bar.count(completion)
         bar.advance()
         return output
