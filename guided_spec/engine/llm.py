@@ -17,7 +17,7 @@ from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import fields
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from guided_spec.engine.chat import (
     Chat,
@@ -48,18 +48,20 @@ from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.rows.progress import ProgressBar
 from guided_spec.engine.rows.row_map import SLOTS_AHEAD, RowMap
-from guided_spec.engine.runner import Runner, Wanted, start_engine
-from guided_spec.engine.scheduler import Load
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
-from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.proposers import takes_draft
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import SamplingParams, sample_seed
+
+if TYPE_CHECKING:  # these load transformers: an LLM does so, not its import
+    from guided_spec.engine.runner import Runner
+    from guided_spec.engine.scheduler import Load
+    from guided_spec.grammar.pipeline import GrammarCompileQueue
+    from guided_spec.grammar.vocabulary import Vocabulary
 
 
 class LLM(Homebound):
@@ -93,6 +95,8 @@ class LLM(Homebound):
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        from guided_spec.engine.runner import Wanted, start_engine
+
         self.home = Home("LLM")
         options["num_draft_tokens"] = num_draft_tokens
         own = {} if engine_options is None else engine_options

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from guided_spec.engine.outputs import (
     Chunk,
@@ -18,8 +18,6 @@ from guided_spec.engine.outputs import (
 )
 from guided_spec.errors import GrammarError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
-from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -28,6 +26,10 @@ from guided_spec.ops.sampling.adjust import Words
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
+
+if TYPE_CHECKING:  # these load transformers
+    from guided_spec.grammar.completion.completion import EndingsCache
+    from guided_spec.grammar.pipeline import PendingGrammar
 
 
 class TextDecoder:
