@@ -87,6 +87,8 @@ def _answer(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
     with working("loading the model"):
         llm = load.load(proposer=proposer)
         from guided_spec.engine.rows.progress import ProgressBar
+
+        stderr().print(repr(llm), style="dim", markup=False)
     done = batch.summary.before
     with llm, ProgressBar(batch.summary.total, is_shown=None, unit="line", num_done=done) as bar:
         batch.answer(llm, bar)

@@ -93,6 +93,8 @@ def generate(
     params, prompt = asked.params(), asked.message(asked.text())
     with working("loading the model") as status:
         llm = load.load(proposer=proposer)
+        if not as_json:
+            stderr().print(repr(llm), style="dim", markup=False)
         writer = _Writer(status, is_silent=as_json)
         runs = [_generate(llm, prompt, params, writer)]
         if compare:

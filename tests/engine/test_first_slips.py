@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,3 +233,18 @@ def test_what_an_llm_shows(llm: LLM) -> None:
     assert shown.startswith("LLM('")
     assert "proposer='none', device='cpu', dtype='float32': " in shown
     assert re.search(r"[\d,]+ MiB of weights, \d+ (slots|blocks) of \d+ tokens", shown)
+
+
+def test_nothing_but_what_is_asked_for_reaches_a_terminal(
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No bars of weights, and no warning of a tokenizer about a prompt that is refused anyway."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with LLM(max_model_len=64, max_batch_size=1) as llm:
+        for prompt in ("word " * 4000, [{"role": "user", "content": "word " * 4000}]):
+            with pytest.raises(GuidedSpecError, match="only 63 fit"):
+                llm.generate(prompt)
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err, caplog.messages) == ("", "", [])
