@@ -6,13 +6,14 @@ D draft vocabulary, W = ceil(V / 32) mask words, H hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from guided_spec.errors import ConfigError, UnknownOptionError
-from guided_spec.kinds import nearest_names, require_kind, require_one_of
+from guided_spec.kinds import nearest_names, require_kind, require_known, require_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
@@ -191,6 +192,12 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
 
+    def __new__(cls, *_args: object, **given: object) -> SamplingParams:
+        """Raise UnknownOptionError, with the nearest names, for a field that there is not."""
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            require_known(name, given[name], cls.__dataclass_fields__)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _read_stop(self.stop))
         stops = _read_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
@@ -266,6 +273,11 @@ class SamplingParams:
         _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+
+
+# That of ``__new__`` says nothing.
+_OWN = inspect.signature(SamplingParams.__init__).parameters
+SamplingParams.__signature__ = inspect.Signature(list(_OWN.values())[1:])  # type: ignore[attr-defined]
 
 
 def require_no_sampling(name: str, value: object) -> None:

@@ -24,7 +24,7 @@ BUDGETS = {
     "server": 4_170,  # 550 more: Anthropic's messages, fields at every depth
     "trace": 760,
     "training": 6_430,
-    ".": 2_190,  # 80 more: the nearest known names, texts cut short
+    ".": 2_220,  # 110 more: the nearest known names, texts cut short
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

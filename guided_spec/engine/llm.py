@@ -41,6 +41,7 @@ from guided_spec.engine.outputs import (
     achunks,
     cancel_all,
     match_params,
+    named_options,
     read_params,
 )
 from guided_spec.engine.parallel import SeedSource
@@ -118,6 +119,7 @@ class LLM(Homebound):
         self._markers, self._grammars, self._endings, _ = setup.grammars
         self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
+    @named_options
     def generate(
         self,
         prompts: Prompts,
@@ -157,6 +159,7 @@ class LLM(Homebound):
                         bar.advance()
         return collector.outputs()
 
+    @named_options
     def map(
         self,
         rows: Iterable[Any],
@@ -258,6 +261,7 @@ class LLM(Homebound):
         options["params"] = options.get("params") or self.default_params
         return self._chat.request(messages, tools, options)
 
+    @named_options
     def stream(
         self,
         prompts: Prompts,
@@ -293,6 +297,7 @@ class LLM(Homebound):
         finally:
             cancel_all(requests)
 
+    @named_options
     async def agenerate(
         self,
         prompts: Prompts,
@@ -316,6 +321,7 @@ class LLM(Homebound):
                 collector.add(chunk)
         return collector.outputs()
 
+    @named_options
     async def astream(
         self,
         prompts: Prompts,
@@ -354,6 +360,7 @@ class LLM(Homebound):
         *,
         paths: ChoicePaths = "all",
     ) -> Any: ...
+    @named_options
     def choose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:
@@ -372,6 +379,7 @@ class LLM(Homebound):
         self.home.require()
         return self._chooser.choose(prompts, choices, paths)
 
+    @named_options
     async def achoose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:

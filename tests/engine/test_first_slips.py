@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -144,6 +146,67 @@ def test_options_by_other_names(options: dict[str, Any], reason: str) -> None:
 def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
     with pytest.raises(UnknownOptionError, match=reason):
         llm.chat([{"role": "user", "content": "on"}], **options)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"max_tokens": 4},
+            r"^max_tokens=4: belongs to a request: pass params=SamplingParams\(max_",
+        ),
+        (
+            {"max_new_tokens": 4},
+            r"^max_new_tokens=4: .* pass params=SamplingParams\(max_tokens=\.\.",
+        ),
+        ({"grammer": Contact}, r"^grammer=.*: is no option; did you mean grammar\?"),
+        (
+            {"response_format": Contact},
+            r"^response_format=.*: is no option; did you mean grammar\?",
+        ),
+        ({"schema": Contact}, r"^schema=.*: is no option; did you mean grammar\?"),
+        ({"sampling_params": None}, r"^sampling_params=None: is no option; did you mean params\?"),
+        ({"on_errors": "raise"}, r"^on_errors='raise': is no option; did you mean on_error\?"),
+    ],
+)
+def test_options_of_other_calls(llm: LLM, options: Any, reason: str) -> None:
+    async def ask() -> Any:
+        return await llm.agenerate("on", **options)
+
+    async def astream() -> Any:
+        return [chunk async for chunk in llm.astream("on", **options)]
+
+    calls: list[Any] = [llm.generate, llm.stream, llm.map]
+    for call in calls:
+        with pytest.raises(UnknownOptionError, match=reason):
+            call(["on"], **options)
+    for found in (ask, astream):
+        with pytest.raises(UnknownOptionError, match=reason):
+            asyncio.run(found())
+
+
+def test_options_of_a_choice(llm: LLM) -> None:
+    choose: Any = llm.choose
+    with pytest.raises(
+        UnknownOptionError, match=r"^path='all': is no option; did you mean paths\?"
+    ):
+        choose("on", ["a", "b"], path="all")
+    with pytest.raises(UnknownOptionError, match="^seed=1: belongs to a request"):
+        choose("on", ["a", "b"], seed=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "near"),
+    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("schema", "grammar")],
+)
+def test_fields_of_sampling_parameters(field: str, near: str) -> None:
+    options: Any = {field: 5}
+    with pytest.raises(UnknownOptionError, match=f"^{field}=5: is no option; did you mean {near}"):
+        SamplingParams(**options)
+    assert [*inspect.signature(SamplingParams).parameters] == [
+        one.name for one in dataclasses.fields(SamplingParams)
+    ]
 
 
 def test_a_chat_without_a_template(llm: LLM) -> None:
