@@ -12,6 +12,7 @@ GuidedSpecError
 │   ├── PromptError                      empty or of the wrong type
 │   │   └── PromptTooLongError           longer than the context
 │   ├── BudgetTooSmallError              max_tokens is below the grammar's shortest text
+│   ├── TextCutShortError                max_tokens ended the text, and on_short says "error"
 │   ├── NoTokenLeftError                 bans, or bans and the grammar, forbid every token
 │   └── RequestCancelledError            the caller cancelled it
 └── GrammarError                         something about one request's grammar
@@ -45,6 +46,7 @@ __all__ = [
     "PromptTooLongError",
     "RequestCancelledError",
     "RequestError",
+    "TextCutShortError",
     "TrainingStoppedError",
     "UnknownOptionError",
     "UnknownProposerError",
@@ -149,6 +151,25 @@ class BudgetTooSmallError(RequestError):
             self.reason = f"{texts}; allow at least {least}"
         fix = "; pass complete=False" if least is None else ", or pass complete=False"
         super().__init__(f"max_tokens={max_tokens}: {self.reason}{fix}")
+
+
+class TextCutShortError(RequestError):
+    """The text was ended early to fit, and ``SamplingParams.on_short`` is "error".
+
+    max_tokens: what the request asked for. room: what there was of it, in the context.
+    reason: in words.
+    """
+
+    def __init__(self, max_tokens: int, room: int) -> None:
+        self.max_tokens = max_tokens
+        self.room = room
+        self.reason = "the text was ended early to fit, so that it may be cut short; "
+        self.reason += (
+            "allow more tokens"
+            if room >= max_tokens
+            else f"the context has room for {room} tokens: send a shorter prompt"
+        )
+        super().__init__(f'max_tokens={max_tokens}: {self.reason}, or pass on_short="return"')
 
 
 class NoTokenLeftError(RequestError):

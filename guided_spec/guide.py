@@ -20,14 +20,11 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
-from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows, default_table_bytes
-from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.sampling.adjust import (
     Adjustments,
     RuleTable,
@@ -42,8 +39,10 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.step import Committed
 from guided_spec.types import MAX_SEED, SamplingParams, Verifier
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load transformers
     from transformers import PreTrainedModel
+
+    from guided_spec.grammar.completion.completion import EndingsCache
 
 
 @dataclass(slots=True, eq=False)
@@ -299,6 +298,8 @@ class Guide(Homebound):
         *,
         device: torch.device,
     ) -> None:
+        from guided_spec.grammar.pipeline import RequestGrammars  # only here: it loads transformers
+
         self.home = Home("Guide")
         self.vocabulary = vocabulary
         self.config = config = config or EngineConfig()
@@ -312,6 +313,8 @@ class Guide(Homebound):
         cls, model: PreTrainedModel, tokenizer: Any, config: EngineConfig | None = None
     ) -> Guide:
         """For a transformers model: its vocabulary, its end-of-text tokens and its device."""
+        from guided_spec.models.tokenizer import end_of_text_ids
+
         size = model.config.get_text_config(decoder=True).vocab_size
         stop_ids = end_of_text_ids(model, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, size, stop_ids)

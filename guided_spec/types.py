@@ -6,19 +6,21 @@ D draft vocabulary, W = ceil(V / 32) mask words, H hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from guided_spec.errors import ConfigError, UnknownOptionError
-from guided_spec.kinds import nearest_names, require_kind, require_one_of
+from guided_spec.kinds import nearest_names, require_kind, require_known, require_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
 
     from guided_spec.grammar.spec import GrammarSpec
 
+OnShort = Literal["error", "return"]
 LogprobsMode = Literal["raw", "masked", "processed"]
 Verifier = Literal["rejection", "coupled"]
 
@@ -136,6 +138,8 @@ class SamplingParams:
         tokens that would make it impossible to finish are masked out. None does so while a path to
         the end is known, as it is for nearly all grammars, and refuses nothing where none is; True
         raises an error there. False cuts the text off at ``max_tokens``.
+    on_short: what becomes of a text that ``max_tokens`` or the context ended: "return" gives it as
+        it is, and its output says so; "error" is a TextCutShortError in its place.
     logit_bias: what to add to the logits of some tokens, from -1e9 to 1e9; -inf forbids one. Kept
         as a sorted tuple of pairs.
     bad_words: what the text must not contain, after the end of the prompt or across it. A str
@@ -174,6 +178,7 @@ class SamplingParams:
     n: int = 1
     grammar: GrammarSpec | Any = None
     complete: bool | None = None
+    on_short: OnShort = "return"
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     bad_words: Sequence[str | Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
@@ -187,12 +192,19 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
 
+    def __new__(cls, *_args: object, **given: object) -> SamplingParams:
+        """Raise UnknownOptionError, with the nearest names, for a field that there is not."""
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            require_known(name, given[name], cls.__dataclass_fields__)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _read_stop(self.stop))
         stops = _read_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
         require_kind("complete", self.complete, bool | None)
+        require_one_of("on_short", self.on_short, get_args(OnShort))
         require_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
         if not isinstance(self.top_k, int) or self.top_k <= MAX_COUNT:
             require_int("top_k", self.top_k, low=-1)
@@ -261,6 +273,11 @@ class SamplingParams:
         _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+
+
+# That of ``__new__`` says nothing.
+_OWN = inspect.signature(SamplingParams.__init__).parameters
+SamplingParams.__signature__ = inspect.Signature(list(_OWN.values())[1:])  # type: ignore[attr-defined]
 
 
 def require_no_sampling(name: str, value: object) -> None:

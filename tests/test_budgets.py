@@ -11,8 +11,9 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "cli": 1_580,  # 10 more: what of a schema is refused in tags, who takes a draft
-    "engine": 6_140,  # 150 more: forms beside tools, checks before loading
+    "batch": 800,  # files of requests and rows
+    "cli": 1_740,  # 160 more: batches
+    "engine": 6_420,  # 280 more: maps of rows, templates, speed in the bar
     "evaluate": 1_020,
     "grammar": 17_640,  # 680 more: custom tools, optional strings bare, endings of added tokens
     "integrations": 8_195,  # 5 more: options that are suggested
@@ -20,10 +21,10 @@ BUDGETS = {
     "models": 10_610,  # 140 more: GGUF files
     "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
     "proposers": 3_180,  # 40 more: which of them take a draft, their kernels
-    "server": 4_640,  # 480 more: custom tools, responses that are stored, counted tokens
+    "server": 4_650,  # 490 more: custom tools, responses that are stored, counted tokens
     "trace": 760,
     "training": 6_430,
-    ".": 2_170,  # 60 more: the nearest known names
+    ".": 2_220,  # 110 more: the nearest known names, texts cut short
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

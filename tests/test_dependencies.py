@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # The extras that parts of the package may ask for, besides what all of it depends on.
 EXTRAS = {
+    "batch": ("batch",),
     "cli": ("cli",),
     "evaluate": ("plots",),
     "models": ("lora", "parallel"),
@@ -98,3 +99,13 @@ def test_an_extra_is_imported_where_it_is_used(part: str) -> None:
 def test_dependencies_are_imported() -> None:
     found = set().union(*(imported(path.read_text()) for path in MODULES))
     assert sorted(declared("cli") - found) == []
+
+
+def test_the_readme_runs_with_the_extras_that_it_names() -> None:
+    page = (ROOT / "README.md").read_text()
+    extras = set(re.findall(r"\[(cli|serve)\]", page))
+    assert extras == {"cli", "serve"}
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    needed = set().union(*map(imported, blocks))
+    assert "openai" in needed
+    assert needed <= declared(*extras)

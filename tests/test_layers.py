@@ -21,7 +21,7 @@ LAYERS = (
     {"masks", "core", "guide", "step"},
     {"proposers", "trace"},
     {"engine"},
-    {"integrations", "training", "evaluate", "server", "cli"},
+    {"batch", "integrations", "training", "evaluate", "server", "cli"},
 )
 # The package itself re-exports the engine: only what stands above the engine may use it.
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts} | {"": 5}

@@ -70,7 +70,7 @@ def make_llm(model: Any, proposer: str = "none", draft: Any = None, **options: A
     draft: left out for a proposer that takes none. options: as for ``LLM``; the tiny tokenizer, K=4
     and a context of 192 unless told.
     """
-    if proposer != "none" and not takes_draft(proposer):
+    if not takes_draft(proposer):
         draft = None
     if isinstance(model, str) and not model.startswith("/"):
         model = tiny_model(model)

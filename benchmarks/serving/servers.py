@@ -107,7 +107,7 @@ def _own_command(name: str, subject: Subject) -> list[str]:
     options: dict[str, Any] = {
         "model": subject.model,
         "proposer": None if name == DEFAULT else name,
-        "draft": subject.draft if name in (DEFAULT, "none") or takes_draft(name) else None,
+        "draft": subject.draft if name == DEFAULT or takes_draft(name) else None,
         "num-draft-tokens": subject.num_draft_tokens,
         "device": subject.device,
         "dtype": subject.dtype,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from guided_spec.errors import BudgetTooSmallError, GuidedSpecError
+from guided_spec.errors import BudgetTooSmallError, GuidedSpecError, TextCutShortError
 
 FILE_WIDTH = 160  # columns for a table that goes to a file or a pipe
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -67,7 +67,7 @@ def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
         yield
     except GuidedSpecError as error:
         message = str(error)
-        if isinstance(error, BudgetTooSmallError):  # what else the library takes, no option says
+        if isinstance(error, BudgetTooSmallError | TextCutShortError):  # other fixes are Python's
             message = f"--max-tokens={error.max_tokens}: {error.reason}"
         _print_error(error, message, as_json=as_json)
         raise typer.Exit(error.exit_code) from error

@@ -1,4 +1,4 @@
-"""``guided-spec generate``: one text, with a report of what speculation saved."""
+"""``guided-spec generate``: one text, with a report of what speculation saved; or a batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import typer
 from rich.status import Status
 from rich.table import Table
 
+from guided_spec.cli.batch import BatchOptions, answer_batch
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, working
 from guided_spec.cli.options import ModelOptions, Proposer, TextOptions, with_options
+from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -67,6 +69,8 @@ def generate(
     asked: TextOptions,
     load: ModelOptions,
     proposer: Proposer = None,
+    *,
+    files: BatchOptions,
     compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
     as_json: Json = False,
     _verbose: Verbose = False,
@@ -75,10 +79,22 @@ def generate(
 
     The text goes to stdout while it is written, the report to stderr. Without --model the bundled
     model is used.
+
+    With --input it answers every line of a file. With a PROMPT such as "Translate {text}", lines
+    are rows, and each name in braces is a column. Without one they are OpenAI's batch lines:
+    {"custom_id", "method", "url", "body"}. Answers come in the order in which they are done. A
+    line that cannot be answered gets its error as its answer, and the exit code is then 1.
     """
+    if files.is_wanted:
+        if compare:
+            raise ConfigError("--compare", compare, "is for one text; leave it out")
+        answer_batch(files, asked, load, proposer, as_json=as_json)
+        return
     params, prompt = asked.params(), asked.message(asked.text())
     with working("loading the model") as status:
         llm = load.load(proposer=proposer)
+        if not as_json:
+            stderr().print(repr(llm), style="dim", markup=False)
         writer = _Writer(status, is_silent=as_json)
         runs = [_generate(llm, prompt, params, writer)]
         if compare:

@@ -72,7 +72,9 @@ class ModelOptions:
 class TextOptions:
     """One text: its prompt, its grammar, and how it is sampled."""
 
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - is standard input.")]
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - is standard input.")
+    ] = None
     schema: Annotated[Path | None, typer.Option(help="JSON schema file; - is standard input.")] = (
         None
     )
@@ -87,6 +89,9 @@ class TextOptions:
     min_p: Annotated[float, typer.Option(help="0 keeps all tokens.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="For repeatable sampling.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None
+    on_short: Annotated[
+        str, typer.Option(help="Of a text that --max-tokens ends early: return it, or error.")
+    ] = "return"
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False
 
     def params(self) -> SamplingParams:
@@ -105,12 +110,17 @@ class TextOptions:
             if spec is None:
                 raise ConfigError("--after", self.after, "needs a grammar; give one")
             spec = spec.after(self.after)
-        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "on_short")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
         return SamplingParams(**chosen, stop=tuple(self.stop or ()), grammar=spec)
 
     def text(self) -> str:
-        """The prompt itself; of ``-``, standard input without the end of its last line."""
+        """The prompt itself; of ``-``, standard input without the end of its last line.
+
+        Raises ConfigError if there is none.
+        """
+        if self.prompt is None:
+            raise ConfigError("PROMPT", None, "give the text to continue; - is standard input")
         if self.prompt != STDIN:
             return self.prompt
         return read_text("PROMPT", Path(self.prompt)).removesuffix("\n").removesuffix("\r")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from guided_spec.cli.console import Verbose, working
+from guided_spec.cli.console import Verbose, stderr, working
 from guided_spec.cli.options import ModelOptions, Proposer, with_options
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_one_of
@@ -149,6 +149,19 @@ def _require_packages() -> None:
         raise ConfigError("command", "serve", fix) from None
 
 
+def start_lines(llm: str, settings: ServerSettings, host: str, port: int) -> Iterator[str]:
+    """What the server says before it starts: its model, its address, its playground.
+
+    llm: as it shows itself. port: 0 is known later, and the server's own log says it.
+    """
+    yield f"{llm} as {', '.join(settings.model_names)}"
+    if port:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield f"OpenAI's clients: base_url {url}/v1; Anthropic's: {url}"
+        if settings.playground:
+            yield f"playground: {url}/"
+
+
 def _serve(
     load: ModelOptions, others: dict[str, Any], settings: ServerSettings, host: str, port: int
 ) -> None:
@@ -157,6 +170,8 @@ def _serve(
 
     with working("loading the model"):
         llm = EngineProcess(**load.arguments(**others))
+    for line in start_lines(repr(llm), settings, host, port):
+        stderr().print(line, markup=False)
     with llm, frozen_heap():
         run_server(llm, settings, host, port, until=llm.ended)
         if llm.ended.done():

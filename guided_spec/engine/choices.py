@@ -7,17 +7,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import EnumMeta
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from guided_spec.engine.outputs import ChoiceOutput, Chunk, cancel_all
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request, Scoring, State
-from guided_spec.engine.runner import Runner
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens
 from guided_spec.kinds import require_one_of
 from guided_spec.types import SamplingParams
+
+if TYPE_CHECKING:  # it loads transformers
+    from guided_spec.engine.runner import Runner
 
 
 class Chooser:

@@ -1,4 +1,4 @@
-"""LLM, the public face of the engine: its calls, and a bar of how far they are."""
+"""LLM, the public face of the engine: its calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Sized,
 )
 from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import fields
 from functools import partial
-from typing import Any, Unpack, overload
-
-from tqdm.auto import tqdm
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from guided_spec.engine.chat import (
     Chat,
@@ -42,45 +41,28 @@ from guided_spec.engine.outputs import (
     achunks,
     cancel_all,
     match_params,
+    named_options,
     read_params,
 )
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.runner import Runner, Wanted, start_engine
-from guided_spec.engine.scheduler import Load
+from guided_spec.engine.rows.progress import ProgressBar
+from guided_spec.engine.rows.row_map import SLOTS_AHEAD, RowMap
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
-from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.proposers import takes_draft
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import SamplingParams, sample_seed
 
-
-class ProgressBar:
-    """A context manager. total: prompts of the call; None shows nothing."""
-
-    def __init__(self, total: int | None) -> None:
-        self._bar: Any = tqdm(total=total, unit="prompt", disable=total is None)
-        self._num_tokens = 0
-
-    def update(self, chunk: Chunk) -> None:
-        """Count a finished sample; the prompt counts with its first one."""
-        if chunk.completion is None:
-            return
-        self._num_tokens += len(chunk.completion.token_ids)
-        self._bar.set_postfix(tokens=self._num_tokens, refresh=False)
-        self._bar.update(int(chunk.sample_index == 0))
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+if TYPE_CHECKING:  # these load transformers: an LLM does so, not its import
+    from guided_spec.engine.runner import Runner
+    from guided_spec.engine.scheduler import Load
+    from guided_spec.grammar.pipeline import GrammarCompileQueue
+    from guided_spec.grammar.vocabulary import Vocabulary
 
 
 class LLM(Homebound):
@@ -114,6 +96,8 @@ class LLM(Homebound):
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        from guided_spec.engine.runner import Wanted, start_engine
+
         self.home = Home("LLM")
         options["num_draft_tokens"] = num_draft_tokens
         own = {} if engine_options is None else engine_options
@@ -135,6 +119,7 @@ class LLM(Homebound):
         self._markers, self._grammars, self._endings, _ = setup.grammars
         self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
+    @named_options
     def generate(
         self,
         prompts: Prompts,
@@ -164,12 +149,42 @@ class LLM(Homebound):
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        with ProgressBar(len(listed) if progress else None) as bar:
-            asked = read_params(params, grammar, self.default_params)
+        asked = read_params(params, grammar, self.default_params)
+        with ProgressBar(len(listed), is_shown=progress) as bar:
             for chunk in self._stream(listed, asked, failures, manner):
                 collector.add(chunk)
-                bar.update(chunk)
+                if chunk.completion is not None:
+                    bar.count(chunk.completion)
+                    if chunk.sample_index == 0:
+                        bar.advance()
         return collector.outputs()
+
+    @named_options
+    def map(
+        self,
+        rows: Iterable[Any],
+        params: SamplingParams | Any = None,
+        *,
+        prompt: str | None = None,
+        grammar: Any = None,
+        on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """``generate`` for rows without end: they are read as they are needed.
+
+        rows: any iterable of prompts; with ``prompt``, of rows such as dicts. Four for each slot
+            are read ahead.
+        prompt: with names of columns in braces, as in "Translate {text}"; ``{{`` is a brace.
+        params, grammar, on_error, progress: as for ``generate``, of all rows.
+
+        Yields the outputs in the order of the rows, with the row's number as ``prompt_index``.
+        Leaving the loop early cancels what is in flight. Raises as ``generate`` does.
+        """
+        asked: Any = read_params(params, grammar, self.default_params)
+        window = SLOTS_AHEAD * self.load.num_slots
+        wanted = RowMap(rows, prompt, asked, window, on_error)
+        total = len(rows) if isinstance(rows, Sized) else None
+        return wanted.run(self.submit, ProgressBar(total, is_shown=progress))
 
     def chat(
         self,
@@ -246,6 +261,7 @@ class LLM(Homebound):
         options["params"] = options.get("params") or self.default_params
         return self._chat.request(messages, tools, options)
 
+    @named_options
     def stream(
         self,
         prompts: Prompts,
@@ -281,6 +297,7 @@ class LLM(Homebound):
         finally:
             cancel_all(requests)
 
+    @named_options
     async def agenerate(
         self,
         prompts: Prompts,
@@ -304,6 +321,7 @@ class LLM(Homebound):
                 collector.add(chunk)
         return collector.outputs()
 
+    @named_options
     async def astream(
         self,
         prompts: Prompts,
@@ -342,6 +360,7 @@ class LLM(Homebound):
         *,
         paths: ChoicePaths = "all",
     ) -> Any: ...
+    @named_options
     def choose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:
@@ -360,6 +379,7 @@ class LLM(Homebound):
         self.home.require()
         return self._chooser.choose(prompts, choices, paths)
 
+    @named_options
     async def achoose(
         self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
     ) -> Any:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin
+from functools import cache, partial, wraps
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 from guided_spec.engine.prompt import Prompt
-from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.errors import ConfigError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.home import once_per_process
-from guided_spec.kinds import require_one_of
+from guided_spec.kinds import nearest_names, require_known, require_one_of
 from guided_spec.trace.record import StepTrace, Trace
-from guided_spec.types import SamplingParams, TokenLogprobs
+from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
 
 _LOG = logging.getLogger(__name__)
 
@@ -314,6 +324,17 @@ class Failures(NamedTuple):
         is_raised = _is_raised(on_error)
         return cls(is_raised, is_raised)
 
+    def raises(self, completion: Completion) -> bool:
+        """Whether its error is one of these.
+
+        What is refused because it was cut short counts as one that left no text.
+        """
+        if completion.error is None:
+            return False
+        is_refused = isinstance(completion.error, TextCutShortError)
+        is_written = bool(completion.token_ids) and not is_refused
+        return self.of_written if is_written else self.of_unwritten
+
     def look_at(self, chunk: Chunk, num_prompts: int) -> None:
         """Raise the error of a request's last chunk, if it is one of these.
 
@@ -322,7 +343,7 @@ class Failures(NamedTuple):
         completion = chunk.completion
         if completion is None or completion.error is None:
             return
-        if self.of_written if completion.token_ids else self.of_unwritten:
+        if self.raises(completion):
             place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
             note = f'{place}; on_error="return" serves the others'
             # Set, not added: a grammar's error is remembered, and raised by other calls too.
@@ -365,6 +386,37 @@ def read_params(
         raise ConfigError("grammar", grammar, "params have one too; leave one of them out")
     changed = [replace(one, grammar=grammar) for one in listed]
     return changed[0] if is_one else changed
+
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def named_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """The method, with an UnknownOptionError instead of a TypeError for a keyword without meaning.
+
+    It names the argument that is nearest, or says that it belongs to ``SamplingParams``.
+    """
+    known = set(inspect.signature(function).parameters) - {"self"}
+
+    def require(options: Mapping[str, Any]) -> None:
+        for name in options.keys() - known:
+            if not nearest_names(name, known, cutoff=0.8):
+                require_no_sampling(name, options[name])
+            require_known(name, options[name], known)
+
+    @wraps(function)
+    def call(*args: _Given.args, **options: _Given.kwargs) -> _Result:
+        require(options)
+        return function(*args, **options)
+
+    @wraps(function)
+    async def acall(*args: _Given.args, **options: _Given.kwargs) -> Any:
+        require(options)
+        return await function(*args, **options)  # type: ignore[misc]  # a coroutine function
+
+    is_async = inspect.iscoroutinefunction(function)
+    return acall if is_async else call  # type: ignore[return-value]
 
 
 def match_params(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
-from transformers import PreTrainedModel
 
 from guided_spec.types import MAX_SEED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def is_parallel(model: Any) -> bool:
@@ -21,7 +23,11 @@ def is_parallel(model: Any) -> bool:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    if distributed.get_world_size() == 1 or not isinstance(model, PreTrainedModel):
+    if distributed.get_world_size() == 1:
+        return False
+    from transformers import PreTrainedModel  # only here: it takes seconds
+
+    if not isinstance(model, PreTrainedModel):
         return False
     if (model.tp_size or 1) > 1:
         return True

@@ -68,12 +68,13 @@ class _Start(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What is known once the model is loaded."""
+    """What is known once the model is loaded. shown: model, proposer, device and memory."""
 
     vocabulary: Vocabulary
     max_model_len: int
     default_params: SamplingParams
     load: Load
+    shown: str
 
 
 class _Failed(NamedTuple):
@@ -138,9 +139,14 @@ class EngineProcess(Homebound):
         self.max_model_len = ready.max_model_len
         self.default_params = ready.default_params
         self.ended = self._child.ended
+        self._shown = ready.shown
         size = ready.vocabulary.vocab_size
         self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len)
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
+
+    def __repr__(self) -> str:
+        """That of its ``LLM``: model, proposer, device and memory."""
+        return self._shown
 
     @property
     def load(self) -> Load:
@@ -395,7 +401,7 @@ def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any
     try:
         with LLM(**start.arguments) as llm, frozen_heap():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
-            outgoing.put(_Ready(*known))
+            outgoing.put(_Ready(*known, repr(llm)))
             with contextlib.suppress(EOFError, OSError):
                 _serve(llm, connection, outgoing)
     except GuidedSpecError as error:

@@ -24,6 +24,7 @@ Prompts = Prompt | Iterable[Prompt] | Mapping[str, Any]
 ``BatchEncoding``, whose attention mask says what is padding."""
 
 _TEXTS = (str, bytes, bytearray)
+_QUIET = {"verbose": False}  # a tokenizer warns of long texts; those that do not fit are refused
 _KINDS = "pass a str, a list of token ids, or a list of chat messages"
 
 
@@ -122,7 +123,8 @@ class PromptEncoder:
 
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of a rendered chat, to which nothing is added. Raises PromptError."""
-        return list(self._tokenizer(_readable(text), add_special_tokens=False)["input_ids"])
+        options = {"add_special_tokens": False, **_QUIET}
+        return list(self._tokenizer(_readable(text), **options)["input_ids"])
 
     def render(self, messages: Sequence[Any], /, **variables: Any) -> str:
         """A chat as its template renders it. variables: what the template knows besides.
@@ -174,7 +176,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     """
     bos = getattr(tokenizer, "bos_token", None)
     has_bos = isinstance(bos, str) and bos != "" and text.startswith(bos)
-    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=not has_bos, **_QUIET)["input_ids"])
 
 
 def _readable(text: str) -> str:

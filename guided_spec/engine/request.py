@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from guided_spec.engine.outputs import (
     Chunk,
@@ -16,10 +16,8 @@ from guided_spec.engine.outputs import (
     RequestStats,
     warn_of_shortening,
 )
-from guided_spec.errors import GrammarError, GuidedSpecError
+from guided_spec.errors import GrammarError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
-from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.pipeline import PendingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -28,6 +26,10 @@ from guided_spec.ops.sampling.adjust import Words
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
+
+if TYPE_CHECKING:  # these load transformers
+    from guided_spec.grammar.completion.completion import EndingsCache
+    from guided_spec.grammar.pipeline import PendingGrammar
 
 
 class TextDecoder:
@@ -390,13 +392,15 @@ class Request:
             self.stats.tabled = constraint.num_tabled
             self.stats.ends_lost |= int(constraint.has_lost_end)
             self.stats.steered = len(constraint.steered)
-            if constraint.steered and params.grammar is not None:  # no text of a warm-up
-                warn_of_shortening()
         self.stats.stop()
         logprobs = None if params.logprobs is None else self._logprobs
-        is_complete = error is None and self._is_whole(reason)
+        is_whole = self._is_whole(reason)
         if reason == "stop" and self.stats.steered and not self._output.is_stopped:
             reason = "length"  # the budget ended the text, not the model
+        if error is None and (reason == "length" or self.stats.steered):
+            error = self._shortened()
+            reason = reason if error is None else "error"
+        is_complete = error is None and is_whole
         self._send(
             Completion(
                 self._output.text,
@@ -426,6 +430,16 @@ class Request:
         if self._answer_at is None:
             self._advance_marker(token_id)
         return False
+
+    def _shortened(self) -> TextCutShortError | None:
+        """The error of a text that was ended early; None where it is given as it is."""
+        job = self.job
+        if job.params.on_short == "error":
+            room = job.max_length - len(job.prompt_ids)
+            return TextCutShortError(job.params.max_tokens, room)
+        if self.stats.steered and job.params.grammar is not None:  # no text of a warm-up
+            warn_of_shortening()
+        return None
 
     def _is_whole(self, reason: FinishReason) -> bool:
         """Whether the text is a whole one of its grammar, or was ended by the model."""

@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from guided_spec.errors import ModelError
@@ -159,6 +158,8 @@ def _holds_surrogate(data: bytes) -> bool:
 
 
 def _decode_tokens(tokenizer: Any, vocab_size: int, stop: tuple[int, ...]) -> list[bytes]:
+    import xgrammar  # only here: it loads transformers
+
     try:
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop)

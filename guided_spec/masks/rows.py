@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xgrammar
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -244,12 +243,14 @@ class XGrammarBatch:
     """
 
     def __init__(self) -> None:
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
+        import xgrammar  # only here: it loads transformers
 
-    @staticmethod
-    def takes(matcher: object) -> bool:
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
+        self._kind = xgrammar.GrammarMatcher
+
+    def takes(self, matcher: object) -> bool:
         """Whether the matcher is xgrammar's own."""
-        return isinstance(matcher, xgrammar.GrammarMatcher)
+        return isinstance(matcher, self._kind)
 
     def fill(
         self, matchers: Sequence[Any], bitmask: NDArray[np.int32], rows: Sequence[int]

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,13 @@ def load_model(
     began = time.perf_counter()
     try:
         adapter = None if gguf else find_file(path, ADAPTER_CONFIG, options.get("revision"))
-        if gguf is not None:
-            model = _load_gguf(path, gguf, arguments, place)
-        elif adapter is None:
-            model = _load_whole(path, arguments, place)
-        else:
-            model = _load_merged(path, adapter, arguments, place, argument)
+        with _without_bars():
+            if gguf is not None:
+                model = _load_gguf(path, gguf, arguments, place)
+            elif adapter is None:
+                model = _load_whole(path, arguments, place)
+            else:
+                model = _load_merged(path, adapter, arguments, place, argument)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
@@ -91,6 +92,20 @@ def load_model(
     loaded = (path, model.device, model.dtype, time.perf_counter() - began)
     _LOG.info("loaded %s on %s as %s in %.1f s", *loaded)
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers shows none of its bars, such as that of weights; downloads show theirs."""
+
+    def hide(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return make(*args, **{**options, "disable": True})
+
+    before = transformers.logging.set_tqdm_hook(hide)
+    try:
+        yield
+    finally:
+        transformers.logging.set_tqdm_hook(before)
 
 
 def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from guided_spec.bundled import named_model
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import ADAPTER_CONFIG, find_file
 from guided_spec.models.gguf import find_gguf, gguf_failure
@@ -35,7 +36,9 @@ def load_tokenizer(
             source = _tokenizer_of(path, options)
         else:
             source, options = gguf.source, {**options, **gguf.options}
-        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+        # For the others the class depends on the model's config, and with it comes code of models.
+        kind = PreTrainedTokenizerFast if source == named_model(None) else AutoTokenizer
+        tokenizer = kind.from_pretrained(str(source), **options)
     except Exception as error:  # transformers raises nearly every class of exception here
         raise gguf_failure(path, argument, error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

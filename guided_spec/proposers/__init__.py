@@ -84,11 +84,8 @@ def require_proposer(spec: str) -> None:
 
 
 def require_draft(spec: str, draft: object) -> None:
-    """Raise ConfigError for a draft that nothing in ``spec`` takes, and for one that is missing.
-
-    Plain decoding, "none", takes any: it is what others with that draft are compared to.
-    """
-    if draft is not None and spec != "none" and not takes_draft(spec):
+    """Raise ConfigError for a draft that nothing in ``spec`` takes, and for one that is missing."""
+    if draft is not None and not takes_draft(spec):
         fix = f"{spec} drafts without a model: leave draft out, or name a proposer that takes one"
         raise ConfigError("draft", draft, fix)
     missing = [name for name in _names(spec) if name in _WITH_DRAFT]
@@ -98,8 +95,12 @@ def require_draft(spec: str, draft: object) -> None:
 
 
 def takes_draft(spec: str) -> bool:
-    """Whether something in ``spec`` may take a draft."""
-    return not all(name in _WITHOUT_DRAFT for name in _names(spec))
+    """Whether ``spec`` may be given a draft.
+
+    Plain decoding, "none", takes any and uses none: it is what others with that draft are compared
+    to, with the same memory for texts.
+    """
+    return spec == "none" or not all(name in _WITHOUT_DRAFT for name in _names(spec))
 
 
 def _names(spec: str) -> list[str]:

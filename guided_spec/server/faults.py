@@ -23,6 +23,7 @@ from guided_spec.errors import (
     PromptError,
     PromptTooLongError,
     RequestCancelledError,
+    TextCutShortError,
     UnknownOptionError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
@@ -36,6 +37,7 @@ _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (PromptTooLongError, "context_length_exceeded", None),
     (PromptError, "invalid_prompt", None),
     (BudgetTooSmallError, "budget_too_small", "max_tokens"),
+    (TextCutShortError, "text_cut_short", "max_tokens"),
     (NoTokenLeftError, "no_token_left", "logit_bias"),
     (UnknownOptionError, "unknown_parameter", None),
     (ConfigError, "invalid_value", None),
@@ -118,6 +120,13 @@ def unknown_parameter(param: str) -> ApiError:
     """A field of the request that this server does not have."""
     message = f"{param}: this server does not know it; leave it out"
     return ApiError(400, message, code="unknown_parameter", param=param)
+
+
+def require_model(name: str | None, served: Sequence[str]) -> None:
+    """Raise ApiError, 404, for a model that is not served."""
+    if name is not None and name not in served:
+        message = f"the model {name!r:.80} is not served here; there is {', '.join(served)}"
+        raise ApiError(404, message, code="model_not_found", param="model")
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, Unpack
 
 from guided_spec.engine.chat import ChatOptions, ChatRequest
-from guided_spec.engine.outputs import Chunk, OnError, Params
+from guided_spec.engine.outputs import Chunk, Completion, OnError, Params
 from guided_spec.engine.prompt import Message, Prompt, Prompts
 from guided_spec.engine.scheduler import Load
 from guided_spec.errors import ConfigError, PromptError
@@ -18,7 +18,7 @@ from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_field_kinds
 from guided_spec.server.admission import Admission, Sample, Slots
-from guided_spec.server.faults import ApiError, api_error, invalid_value
+from guided_spec.server.faults import ApiError, api_error, invalid_value, require_model
 from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
@@ -136,10 +136,20 @@ def template_arguments(tokenizer: Any) -> frozenset[str]:
 
 
 class Service:
-    """Shared by all requests of a server; used by one event loop."""
+    """Shared by all requests of a server; used by one event loop.
 
-    def __init__(self, llm: ServedModel, settings: ServerSettings) -> None:
+    watch: called with each text that has ended.
+    """
+
+    def __init__(
+        self,
+        llm: ServedModel,
+        settings: ServerSettings,
+        *,
+        watch: Callable[[Completion], None] | None = None,
+    ) -> None:
         self.llm = llm
+        self._watch = watch
         self.settings = settings
         self.metrics = Metrics(self._load)
         self.admission = Admission(llm.load.num_slots, settings.max_queue)
@@ -167,10 +177,7 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         """Raise ApiError, 404, for a model that is not served."""
-        if name is not None and name not in self.settings.model_names:
-            served = ", ".join(self.settings.model_names)
-            message = f"the model {name!r:.80} is not served here; there is {served}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        require_model(name, self.settings.model_names)
 
     def max_tokens(self, wanted: int | None, param: str) -> int:
         """The output tokens of a sample that asks for so many. Raises ApiError."""
@@ -244,6 +251,8 @@ class Service:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     tally.count(chunk)
+                    if self._watch is not None and chunk.completion is not None:
+                        self._watch(chunk.completion)
                     if chunk.completion is not None and chunk.completion.error is not None:
                         raise api_error(chunk.completion.error, param)
                     yield chunk

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
+from guided_spec.cli.serve import start_lines
 from guided_spec.server.service import ServerSettings
 
 
@@ -129,3 +131,17 @@ def test_vllm_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     result = serve("--engine", "vllm")
     assert result.exit_code != 0
     assert "vLLM is not installed: pip install vllm" in " ".join(result.output.split())
+
+
+def test_it_says_what_runs_and_where() -> None:
+    settings = ServerSettings(model_names=("big", "small"))
+    lines = list(start_lines("LLM('m')", settings, "127.0.0.1", 8000))
+    assert lines == [
+        "LLM('m') as big, small",
+        "OpenAI's clients: base_url http://127.0.0.1:8000/v1; Anthropic's: http://127.0.0.1:8000",
+        "playground: http://127.0.0.1:8000/",
+    ]
+    assert list(start_lines("LLM('m')", settings, "::1", 8)).pop() == "playground: http://[::1]:8/"
+    quiet = replace(settings, playground=False)
+    assert len(list(start_lines("LLM('m')", quiet, "::1", 8))) == 2
+    assert len(list(start_lines("LLM('m')", settings, "::1", 0))) == 1  # the log says where

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from guided_spec.cli import run
 from guided_spec.cli.main import app
+from tests.docs.pages import ROOT
 
 HEAVY = ("fastapi", "llguidance", "torch", "transformers", "uvicorn", "xgrammar")
 LIGHT_MODULES = (
@@ -23,6 +24,10 @@ LIGHT_COMMANDS = (
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
     *("bench --help", "serve --help", "stitch --help", "eval --help"),
 )
+
+# What takes seconds, and is not needed where an LLM is imported, or for tokenizers and schemas.
+MODEL_CODE = ("sympy", "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
+SCHEMA = ROOT / "examples" / "contact.schema.json"
 
 # The arguments are lines; prints what each of them has loaded, as JSON.
 LOADED = """
@@ -41,13 +46,20 @@ print(json.dumps(loaded))
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("kind", "names", "heavy"),
     [
         ("command", LIGHT_COMMANDS, HEAVY),
         ("module", LIGHT_MODULES, (*HEAVY, "numpy", "rich", "typer")),
+        (
+            "module",
+            ("guided_spec.engine.llm", "guided_spec.guide"),
+            (*MODEL_CODE, "accelerate", "llguidance", "transformers", "triton", "xgrammar"),
+        ),
+        ("command", (f"check {SCHEMA}",), (*MODEL_CODE, "triton")),
     ],
-    ids=["commands", "modules"],
+    ids=["commands", "modules", "an LLM", "check"],
 )
 def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...]) -> None:
     asked = json.dumps([heavy, kind, names])

@@ -21,6 +21,7 @@ from guided_spec.errors import (
     GrammarCompileError,
     ModelError,
     PromptError,
+    TextCutShortError,
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.spec import GrammarSpec
@@ -248,3 +249,65 @@ def test_what_happens_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> N
     said = "\n".join(caplog.messages)
     assert "compiled a regex in" in said
     assert "refused" in said
+
+
+NUMBER = GrammarSpec.json_schema({"type": "string", "pattern": "^[0-9]{3,}$"})
+SHORTENED = {"max_tokens": 8, "grammar": NUMBER}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "fields",
+    [
+        SHORTENED,
+        {"max_tokens": 9, "grammar": GrammarSpec.regex("[a-z ]{40}"), "complete": False},
+        {"max_tokens": 4, "ignore_eos": True},
+    ],
+    ids=["steered", "cut off", "free"],
+)
+def test_a_text_that_was_cut_short_may_be_refused(llm: LLM, fields: dict[str, Any]) -> None:
+    shown = SamplingParams(**fields)
+    refused = SamplingParams(**fields, on_short="error")
+    reason = f'^max_tokens={shown.max_tokens}: the text was ended early.*or pass on_short="return"'
+    for call in (llm.generate, lambda *given: list(llm.stream(*given))):
+        with pytest.raises(TextCutShortError, match=reason):
+            call("A", refused)
+    with pytest.raises(TextCutShortError, match=reason):
+        list(llm.map(["A"], refused))
+    (output,) = llm.generate("A", refused, on_error="return")
+    assert isinstance(output.error, TextCutShortError)
+    assert (output.finish_reason, output.is_complete, output.parsed) == ("error", False, None)
+    # It is the same text: only what becomes of it differs.
+    assert output.token_ids == llm.generate("A", shown)[0].token_ids
+    assert output.was_shortened is (fields is SHORTENED)
+
+
+def test_sampled_texts_do_not_depend_on_what_becomes_of_them(llm: LLM) -> None:
+    fields: dict[str, Any] = {**SHORTENED, "temperature": 1.0, "seed": 3}
+    shown, refused = (
+        llm.generate("A", SamplingParams(**fields, on_short=word), on_error="return")[0]
+        for word in ("return", "error")
+    )
+    assert shown.token_ids == refused.token_ids
+
+
+def test_a_whole_text_is_never_refused(llm: LLM) -> None:
+    short = GrammarSpec.regex("[ab]{3}")
+    for most in range(4, 8):
+        params = SamplingParams(max_tokens=most, grammar=short, on_short="error")
+        (output,) = llm.generate("A", params)
+        assert (output.finish_reason, output.is_complete) == ("stop", True)
+
+
+def test_the_context_may_be_what_is_short(llm: LLM) -> None:
+    prompt = "The name of the cat is Ada. " * 9
+    room = llm.max_model_len - len(llm.encode(prompt))
+    assert 0 < room < 150
+    params = SamplingParams(max_tokens=500, ignore_eos=True, on_short="error")
+    with pytest.raises(TextCutShortError, match=f"the context has room for {room} tokens: send a"):
+        llm.generate(prompt, params)
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match="^on_short='raise': must be one of error, return"):
+        SamplingParams(on_short="raise")  # type: ignore[arg-type]

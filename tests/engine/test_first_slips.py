@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import inspect
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ from pydantic import BaseModel
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, UnknownOptionError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.proposers import PROPOSERS, register_proposer
+from guided_spec.proposers import PROPOSERS, register_proposer, require_draft, takes_draft
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
@@ -145,6 +148,65 @@ def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
         llm.chat([{"role": "user", "content": "on"}], **options)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"max_tokens": 4},
+            r"^max_tokens=4: belongs to a request: pass params=SamplingParams\(max_",
+        ),
+        (
+            {"max_new_tokens": 4},
+            r"^max_new_tokens=4: .* pass params=SamplingParams\(max_tokens=\.\.",
+        ),
+        ({"grammer": Contact}, r"^grammer=.*: is no option; did you mean grammar\?"),
+        (
+            {"response_format": Contact},
+            r"^response_format=.*: is no option; did you mean grammar",
+        ),
+        ({"schema": Contact}, r"^schema=.*: is no option; did you mean grammar\?"),
+        ({"sampling_params": None}, r"^sampling_params=None: is no option; did you mean params\?"),
+        ({"on_errors": "raise"}, r"^on_errors='raise': is no option; did you mean on_error\?"),
+    ],
+)
+def test_options_of_other_calls(llm: LLM, options: Any, reason: str) -> None:
+    async def ask() -> Any:
+        return await llm.agenerate("on", **options)
+
+    async def astream() -> Any:
+        return [chunk async for chunk in llm.astream("on", **options)]
+
+    calls: list[Any] = [llm.generate, llm.stream, llm.map]
+    for call in calls:
+        with pytest.raises(UnknownOptionError, match=reason):
+            call(["on"], **options)
+    for found in (ask, astream):
+        with pytest.raises(UnknownOptionError, match=reason):
+            asyncio.run(found())
+
+
+def test_options_of_a_choice(llm: LLM) -> None:
+    choose: Any = llm.choose
+    with pytest.raises(UnknownOptionError, match=r"^path='all': .*; did you mean paths\?"):
+        choose("on", ["a", "b"], path="all")
+    with pytest.raises(UnknownOptionError, match="^seed=1: belongs to a request"):
+        choose("on", ["a", "b"], seed=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "near"),
+    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("schema", "grammar")],
+)
+def test_fields_of_sampling_parameters(field: str, near: str) -> None:
+    options: Any = {field: 5}
+    with pytest.raises(UnknownOptionError, match=f"^{field}=5: is no option; did you mean {near}"):
+        SamplingParams(**options)
+    assert [*inspect.signature(SamplingParams).parameters] == [
+        one.name for one in dataclasses.fields(SamplingParams)
+    ]
+
+
 def test_a_chat_without_a_template(llm: LLM) -> None:
     with pytest.raises(GuidedSpecError, match=r"no chat template: pass text to generate, or chat_"):
         llm.chat([{"role": "user", "content": "on"}])
@@ -217,6 +279,26 @@ def test_another_proposer_takes_the_draft_only_where_it_needs_one() -> None:
             assert other.generate("on", SamplingParams(max_tokens=3))[0].text
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("spec", ["none", *PROPOSERS, "chain:ngram+draft_model"])
+def test_who_takes_a_draft_is_decided_in_one_place(spec: str) -> None:
+    if takes_draft(spec):
+        require_draft(spec, "org/draft")
+    else:
+        with pytest.raises(ConfigError, match="drafts without a model"):
+            require_draft(spec, "org/draft")
+    assert takes_draft("none")
+
+
+def test_plain_decoding_keeps_the_draft_that_it_is_compared_with() -> None:
+    with (
+        make_llm("llama", "draft_model", near_copy("llama")) as made,
+        made.with_proposer("none") as plain,
+        plain.with_proposer("draft_model") as other,
+    ):
+        assert other.generate("on", SamplingParams(max_tokens=3))[0].text
+
+
 @pytest.mark.parametrize("num_more", [-100, 3_000])
 def test_a_tokenizer_of_another_model(num_more: int) -> None:
     """Fewer rows than it has tokens, or far more: models pad by some hundreds at most."""
@@ -232,3 +314,18 @@ def test_what_an_llm_shows(llm: LLM) -> None:
     assert shown.startswith("LLM('")
     assert "proposer='none', device='cpu', dtype='float32': " in shown
     assert re.search(r"[\d,]+ MiB of weights, \d+ (slots|blocks) of \d+ tokens", shown)
+
+
+def test_nothing_but_what_is_asked_for_reaches_a_terminal(
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No bars of weights, and no warning of a tokenizer about a prompt that is refused anyway."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with LLM(max_model_len=64, max_batch_size=1) as llm:
+        for prompt in ("word " * 4000, [{"role": "user", "content": "word " * 4000}]):
+            with pytest.raises(GuidedSpecError, match="only 63 fit"):
+                llm.generate(prompt)
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err, caplog.messages) == ("", "", [])

@@ -172,7 +172,7 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
     RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
-    sources = [XGrammarBatch.takes(w.fork.text.own_matcher) for w in drafts if w.fork]
+    sources = [XGrammarBatch().takes(w.fork.text.own_matcher) for w in drafts if w.fork]
     assert sources == [True, True, True, False, False, False, False, False]
 
 

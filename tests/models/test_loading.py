@@ -14,8 +14,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    QuantoConfig,
+)
 
+from guided_spec.bundled import named_model
 from guided_spec.errors import ModelError
 from guided_spec.models.loading import _target_device, load_model
 from guided_spec.models.tokenizer import end_of_text_ids, load_tokenizer
@@ -264,3 +270,15 @@ def test_adapters_that_cannot_be_merged_are_refused(adapter: Adapter, tmp_path: 
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="gone"):
         load_model(tmp_path)
+
+
+def test_the_bundled_tokenizer_is_that_of_its_folder() -> None:
+    """It is loaded without the config of its model."""
+    path = named_model(None)
+    ours, other = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    assert type(ours) is type(other)
+    assert ours.get_vocab() == other.get_vocab()
+    assert ours.chat_template == other.chat_template
+    assert ours.init_kwargs.keys() == other.init_kwargs.keys()
+    for text in ('Caf\u00e9 {"a": 1}\n\n', ""):
+        assert ours(text)["input_ids"] == other(text)["input_ids"]

@@ -16,6 +16,7 @@ import pytest
 from tests.server.running import ASK, PATIENCE, Contact, Running
 
 TEXT: str = ASK[0]["content"]
+SHORT = 20  # tokens: the name has room, and the number has not
 MARIA = Contact(name="Maria Lopez", phone="+49 170 5551234")
 
 
@@ -45,6 +46,10 @@ def test_langchain(served: Running, *, uses_responses: bool) -> None:
             model="bundled", use_responses_api=uses_responses, http_client=http, **options
         )
         assert chat.with_structured_output(Contact).invoke(TEXT) == MARIA
+        if not uses_responses:
+            short = chat.model_copy(update={"max_tokens": SHORT}).with_structured_output(Contact)
+            with pytest.raises(openai.LengthFinishReasonError):
+                short.invoke(TEXT)
         calling = chat.bind_tools([book], tool_choice="required", parallel_tool_calls=False)
         (call,) = calling.invoke(TEXT).tool_calls
         assert call["name"] == "book"
@@ -136,3 +141,45 @@ def test_pydantic_ai(served: Running, kind: str) -> None:
 
     for found in _in_loop(served.url, work):
         assert isinstance(found, Contact)
+
+
+def test_instructor_refuses_a_shortened_object(client: openai.OpenAI, served: Running) -> None:
+    instructor: Any = pytest.importorskip("instructor")
+    from instructor.core.exceptions import IncompleteOutputException
+
+    asked = {"model": "bundled", "messages": ASK, "response_model": Contact, "max_retries": 1}
+    clients = [
+        (instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA), SHORT),
+        (instructor.from_openai(client, mode=instructor.Mode.TOOLS), SHORT + 16),
+    ]
+    for patched, most in clients:
+        with pytest.raises(IncompleteOutputException):
+            patched.chat.completions.create(**asked, max_tokens=most)
+    anthropic: Any = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=served.url, api_key="x", max_retries=0) as own:
+        with pytest.raises(IncompleteOutputException):
+            instructor.from_anthropic(own).messages.create(**asked, max_tokens=SHORT + 16)
+        found = own.messages.parse(
+            model="bundled", messages=ASK, max_tokens=SHORT, output_format=Contact
+        )
+    assert isinstance(found.parsed_output, Contact)
+    assert found.stop_reason == "max_tokens"
+
+
+def test_pydantic_ai_takes_a_shortened_object(served: Running) -> None:
+    pydantic_ai: Any = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def ask() -> Any:
+        url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", timeout=PATIENCE) as own:
+            agent = pydantic_ai.Agent(
+                OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=own)),
+                output_type=pydantic_ai.NativeOutput(Contact),
+                model_settings={"max_tokens": SHORT},
+            )
+            return (await agent.run(ASK[0]["content"])).output
+
+    found = asyncio.run(ask())
+    assert (found.name, len(found.phone) < len("+49 170 5551234")) == ("Maria Lopez", True)

@@ -12,7 +12,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import regex_ebnf
 from guided_spec.grammar.regex import (
     ANY_CHARACTER,
-    JSON_ESCAPED,
+    ESCAPED,
     JSON_PLAIN,
     Ranges,
     complement,
@@ -72,7 +72,7 @@ def json_text_ebnf(content: dict[str, Any]) -> str:
     """The inside of a JSON string whose value matches a grammar, with the rule ``root``.
 
     content: has a Lark ``grammar``, in xgrammar's dialect, or a ``pattern``, a regex as
-        ``re.fullmatch`` reads it. U+0000 is never matched.
+        ``re.fullmatch`` reads it. A class of a grammar never matches U+0000.
 
     Raises GrammarCompileError.
     """
@@ -97,7 +97,7 @@ def _in_json(found: re.Match[str]) -> str:
         pattern = to_fullmatch(unescape(found["regex"]), context="json_string")
         return regex_ebnf(pattern).removeprefix("root ::= ").rstrip()
     ranges = intersect(normalize(set_ranges(found["set"])), ANY_CHARACTER)
-    plain, escaped = intersect(ranges, JSON_PLAIN), intersect(ranges, JSON_ESCAPED)
+    plain, escaped = intersect(ranges, JSON_PLAIN), intersect(ranges, ESCAPED)
     options = [_literal(json_escape(chr(c))) for low, high in escaped for c in range(low, high + 1)]
     if plain:
         options.insert(0, f"[{''.join(f'{_code(a)}-{_code(b)}' for a, b in plain)}]")

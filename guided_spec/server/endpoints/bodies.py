@@ -89,6 +89,9 @@ class _Body(Strict):
     temperature: float | None = None
     top_p: float | None = None
 
+    # Ours: "error" refuses a text that was ended early to fit.
+    on_short: Literal["error", "return"] | None = None
+
     user: Any = None
     store: Any = None
     service_tier: Any = None

@@ -42,6 +42,7 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> C
         "stream": body.stream,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "on_short": body.on_short,
         "response_format": _response_format(body.text or {}),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "verbosity": _verbosity(body.text or {}),

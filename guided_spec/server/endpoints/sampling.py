@@ -21,7 +21,7 @@ from guided_spec.types import MAX_SEED, SamplingParams
 _SAME_NAMES = (
     *("n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "stop"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("allowed_token_ids", "bad_words"),
+    *("allowed_token_ids", "bad_words", "on_short"),
 )
 
 

@@ -79,3 +79,22 @@ def test_what_clients_do_with_a_shortened_value(client: openai.OpenAI) -> None:
     assert found.incomplete_details.reason == "max_output_tokens"
     counted: Any = found.usage
     assert counted.shortened_texts == 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("path", [*ASKED, "/v1/responses"])
+def test_a_shortened_text_may_be_refused(served: Running, path: str) -> None:
+    if path == "/v1/responses":
+        form = {"format": {"type": "regex_schema", "regex_schema": NUMBER}}
+        body: dict[str, Any] = {"input": "A", "text": form, "max_output_tokens": 16}
+    else:
+        body = {**ASKED[path], **SHORT}
+    reply = served.post(path, {**body, "on_short": "error"})
+    fault = reply.json()["error"]
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert (reply.status_code, fault["code"], fault["param"]) == (400, "text_cut_short", name)
+    assert fault["message"].startswith(f"{name}=16: the text was ended early to fit")
+    stream = served.post(path, {**body, "on_short": "error", "stream": True}).text
+    assert "text_cut_short" in stream
+    assert served.post(path, {**body, "on_short": "return"}).status_code == 200
+    assert served.post(path, {**body, "on_short": "raise"}).status_code == 400

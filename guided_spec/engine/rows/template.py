@@ -1,0 +1,91 @@
+"""A prompt with columns in braces, filled in from rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from string import Formatter
+from typing import Any, NamedTuple
+
+from guided_spec.errors import ConfigError, PromptError
+from guided_spec.kinds import nearest_names
+
+
+class _Part(NamedTuple):
+    """Text, and the column whose value comes after it; None at the end."""
+
+    text: str
+    column: str | None
+
+
+class PromptTemplate:
+    """A text such as ``"Translate {text}"``. ``{{`` and ``}}`` stand for braces.
+
+    Raises ConfigError for braces that name no column.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise ConfigError("prompt", text, "must be a str with columns in braces: 'Read {text}'")
+        self.text = text
+        self._parts = list(_parts(text))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names in braces, each once, in their order."""
+        return list(dict.fromkeys(part.column for part in self._parts if part.column is not None))
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ConfigError for a name that is not one of these."""
+        for name in self.columns:
+            if name not in columns:
+                raise ConfigError("prompt", f"{{{name}}}", _missing(name, columns))
+
+    def fill(self, row: Any) -> str:
+        """The prompt of one row. Raises PromptError for a value that is missing or is no text."""
+        if not isinstance(row, Mapping):
+            raise PromptError(f"the row is {row!r:.80}, and not an object with columns")
+        return "".join(
+            part.text if part.column is None else part.text + column_text(row, part.column)
+            for part in self._parts
+        )
+
+
+def column_text(row: Mapping[str, Any], name: str) -> str:
+    """A value as text: strings as they are, numbers, lists and objects as JSON.
+
+    Raises PromptError.
+    """
+    if name not in row:
+        raise PromptError(f"the row has no column {name!r}: {_missing(name, row)}")
+    value = row[name]
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, bytes | bytearray):
+        kind = "nothing" if value is None else "bytes"
+        raise PromptError(f"the row has {kind} in column {name!r}: give it a text")
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"the row's column {name!r} is no text: {error}") from error
+
+
+def _missing(name: str, columns: Collection[str]) -> str:
+    near = nearest_names(name, list(columns))
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}the columns are {', '.join(map(str, columns)) or 'none'}; write {{{{ for a brace"
+
+
+def _parts(text: str) -> list[_Part]:
+    try:
+        found = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ConfigError("prompt", text, f"{error}; write {{{{ and }}}} for braces") from error
+    parts = []
+    for literal, name, form, conversion in found:
+        is_plain = not form and conversion is None
+        if name is not None and not (name.strip() and is_plain):
+            fix = "braces hold the name of a column and nothing else; write {{ and }} for braces"
+            raise ConfigError("prompt", text, fix)
+        parts.append(_Part(literal, name))
+    return parts
