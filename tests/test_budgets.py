@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 800,  # files of requests and rows
-    "cli": 1_740,  # 160 more: batches
+    "cli": 1_780,  # 200 more: batches, resources of a schema
     "engine": 6_420,  # 280 more: maps of rows, templates, speed in the bar
     "evaluate": 1_020,
     "grammar": 17_640,  # 680 more: custom tools, optional strings bare, endings of added tokens

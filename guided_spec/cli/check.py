@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
-from guided_spec.cli.options import read_text
+from guided_spec.cli.options import read_json, read_text
 from guided_spec.grammar.spec import GrammarSpec
 
 LONGEST_LINE = 100  # columns of a sentence
@@ -31,6 +31,13 @@ def check(
     additional_properties: Annotated[
         str, typer.Option(help="closed: declared keys only; schema: as JSON Schema reads it.")
     ] = "closed",
+    resource: Annotated[
+        list[Path] | None,
+        typer.Option(help="Schema that it refers to by file name or $id; repeat it."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse keywords that look misspelt.")
+    ] = False,
     table: Annotated[
         bool, typer.Option("--table", help="Make its token table; compare it with the matcher.")
     ] = False,
@@ -42,12 +49,8 @@ def check(
 
     The exit code is 1 if it does not compile, and if a table differs from its matcher.
     """
-    spec = replace(
-        GrammarSpec.json_schema(read_text("SCHEMA", schema)),
-        unsupported=unsupported,  # type: ignore[arg-type]
-        key_order=key_order,  # type: ignore[arg-type]
-        additional_properties=additional_properties,  # type: ignore[arg-type]
-    )
+    options = {"unsupported": unsupported, "key_order": key_order, "strict": strict}
+    spec = _spec(schema, resource or [], options | {"additional_properties": additional_properties})
     with working("loading the tokenizer, compiling the schema"):
         from guided_spec.cli.verdict import report_schema
 
@@ -55,6 +58,12 @@ def check(
     print_json(report) if as_json else _print(report)
     if report["error"] is not None or (report["table"] or {}).get("equal") is False:
         raise typer.Exit(1)
+
+
+def _spec(schema: Path, resources: list[Path], options: dict[str, Any]) -> GrammarSpec:
+    known = {path.name: read_json("--resource", path) for path in resources}
+    spec = GrammarSpec.json_schema(read_text("SCHEMA", schema), resources=known)
+    return replace(spec, **options)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -269,6 +269,14 @@ def write_text(option: str, path: Path, text: str) -> None:
         raise ConfigError(option, str(path), fix) from error
 
 
+def read_json(option: str, path: Path) -> Any:
+    """The file's JSON value. Raises ConfigError naming the option."""
+    try:
+        return json.loads(read_text(option, path))
+    except ValueError as error:
+        raise ConfigError(option, str(path), f"is not JSON: {error}") from error
+
+
 def read_text(option: str, path: Path) -> str:
     """The file's text; ``-`` is standard input. Raises ConfigError naming the option."""
     try:

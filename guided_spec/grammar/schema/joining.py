@@ -48,7 +48,9 @@ def merge(one: Any, other: Any) -> Any:
             return None
         if key in ("type", "enum") and not merged[key]:
             return False
-    return False if _lacks_a_key(merged) else merged
+    if merged.get("type") == "object" and "anyOf" in merged:
+        merged["anyOf"] = [part for part in merged["anyOf"] if not _lacks_a_key(part)] or [False]
+    return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
 
 
 def _lists(schema: dict[str, Any]) -> bool:
@@ -64,10 +66,10 @@ def _with_enum(schema: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "enum": [schema["const"]] if is_listed else []}
 
 
-def _lacks_a_key(schema: dict[str, Any]) -> bool:
-    """Whether it is of objects alone, with a key that must be there and cannot."""
-    if schema.get("type") != "object":
-        return False
+def _lacks_a_key(schema: Any) -> bool:
+    """Whether a key must be in its objects and cannot."""
+    if not isinstance(schema, dict):
+        return schema is False
     properties = schema.get("properties", {})
     return any(properties.get(name) is False for name in schema.get("required", ()))
 
