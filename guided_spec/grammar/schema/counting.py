@@ -10,6 +10,7 @@ import jsonschema
 from jsonschema_specifications import REGISTRY
 
 from guided_spec.grammar.regex import spend_on_search
+from guided_spec.grammar.schema.document import refers
 from guided_spec.grammar.steps import is_limited, spend, spend_on_value
 
 _OF_CALL, _OF_KEYWORD = 20, 8  # steps
@@ -51,12 +52,17 @@ class ValueCheck:
 
     def is_valid(self, value: Any, schema: Any) -> bool:
         """Whether jsonschema takes ``value`` under ``schema``, formats aside."""
-        if is_limited():
-            if self._is_counted is None:
-                self._is_counted = not _names_dialect([self._plain])
-            spend(0 if self._is_counted else _UNCOUNTED)
+        if is_limited() and not self._counts(schema):
+            spend(_UNCOUNTED)
         schema = self._plain if schema is self._root else schema
         return is_valid(self._validator.evolve(schema=schema), value)
+
+    def _counts(self, schema: Any) -> bool:
+        """Whether all validators that ``schema`` leads to count their steps."""
+        if self._is_counted is None:
+            self._is_counted = not _names_dialect([self._plain])
+        is_alone = schema is not self._root and not refers(schema)
+        return self._is_counted or (is_alone and not _names_dialect([schema]))
 
 
 def _names_dialect(parts: list[Any]) -> bool:

@@ -27,8 +27,24 @@ _SPECIFICATIONS: dict[int, Any] = {
     **{3: DRAFT3, 4: DRAFT4, 6: DRAFT6, 7: DRAFT7},
     **{2019: DRAFT201909, 2020: DRAFT202012},
 }
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+"""The keywords that lead to another schema."""
 _RECURSIVE = ""  # the name of the anchor that ``$recursiveRef`` looks for
+
+
+def refers(schema: Any) -> bool:
+    """Whether a reference stands anywhere in it."""
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        spend(1)
+        if isinstance(part, dict):
+            if not part.keys().isdisjoint(REFERENCES):
+                return True
+            stack += part.values()
+        elif isinstance(part, list):
+            stack += part
+    return False
 
 
 class Target(NamedTuple):
@@ -123,7 +139,7 @@ class Document:
                 continue
             self._places[id(node)] = at
             self._note_anchors(node, at)
-            for keyword in _REFERENCES:
+            for keyword in REFERENCES:
                 if isinstance(node.get(keyword), str):
                     stack += self._referred(node[keyword], at)
             for part in resource.subresources():

@@ -43,7 +43,9 @@ _BRANCHING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
 
 def _without(node: dict[str, Any], *keywords: str) -> dict[str, Any]:
-    return {name: value for name, value in node.items() if name not in keywords}
+    """What else ``node`` says; definitions, which may be large, say nothing by themselves."""
+    left_out = {*keywords, "$defs", "definitions"}
+    return {name: value for name, value in node.items() if name not in left_out}
 
 
 def _dynamic(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:

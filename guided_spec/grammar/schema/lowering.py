@@ -99,6 +99,8 @@ class Lowering:
         self.document = Document(root)
         self.disjoint = Disjointness(self.document)
         self.report = Report()
+        # By the id of a schema that is referred to, and the types of values that matter.
+        self.negated: dict[tuple[int, frozenset[str]], Disjuncts] = {}
         self._names: dict[str, str] = {}
         self._definitions: dict[str, Any] = {}
         defs = root.get("$defs") if isinstance(root, dict) else None
@@ -315,7 +317,11 @@ def _of_reference(lowering: Lowering, words: dict[str, Any], keyword: str, at: A
     target = lowering.document.resolve(words, keyword)
     if target is None:
         return Disjuncts([], exact=False)
-    return _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
+    known, key = lowering.negated, (id(target.schema), at.types)
+    if key not in known:
+        known[key] = Disjuncts([], exact=False)  # within itself, where it has no end
+        known[key] = _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
+    return known[key]
 
 
 def _of_names(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:

@@ -17,7 +17,7 @@ import referencing.exceptions
 
 from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.counting import ValueCheck
-from guided_spec.grammar.schema.document import Document
+from guided_spec.grammar.schema.document import Document, refers
 from guided_spec.grammar.schema.joining import text_of
 from guided_spec.grammar.steps import spend
 
@@ -328,7 +328,7 @@ class Disjointness:
         return all(self._apart_as(kind, left, right, depth) for kind in types)
 
     def _none_fits(self, values: list[Any], schemas: list[Any]) -> bool:
-        if self._document.has_parts:
+        if self._document.has_parts and any(map(refers, schemas)):
             return False  # jsonschema would look references up from the root
         try:
             return not any(

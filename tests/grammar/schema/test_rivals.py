@@ -133,3 +133,32 @@ def test_branches_with_the_same_tag_exclude_each_other() -> None:
     optional = [{"properties": {"kind": {"const": name}}, "type": "object"} for name in "ab"]
     rivals = find_rivals(optional, {}, Disjointness(Document({"oneOf": optional})))
     assert rivals == [{"object": {0, 1}}, {"object": {0, 1}}]
+
+
+def test_values_are_held_against_schemas_next_to_resources() -> None:
+    """Also within the limit of steps, though a resource names its own draft."""
+    draft = "http://json-schema.org/draft-07/schema#"
+    resource = {"$id": "https://example.com/x", "$schema": draft, "type": "null"}
+    tool = {"type": "string", "oneOf": [{"pattern": "(npm|bun)@[0-9]+"}, {"const": "bun"}]}
+    with limit_steps(10_000):
+        lowered = lower({**tool, "$defs": {"x": resource}})
+    assert lowered.entries == ()
+    assert "(?:|[^b]" not in str(lowered.schema)  # no branch excludes the other
+
+
+def test_what_refers_to_itself_is_excluded_once() -> None:
+    """As the conditional exports of package.json do, many times in each other."""
+    names = [f"k{number}" for number in range(8)]
+    entry = {"anyOf": [{"$ref": "#/$defs/path"}, {"$ref": "#/$defs/object"}]}
+    defs = {
+        "path": {"type": "string"},
+        "object": {
+            "type": "object",
+            "properties": {name: {"$ref": "#/$defs/entry"} for name in names},
+        },
+        "entry": entry,
+    }
+    objects = [{"$ref": "#/$defs/object"}, {"properties": {"a": {"type": "string"}}}]
+    with limit_steps(100_000):
+        lowered = lower({"oneOf": objects, "type": "object", "$defs": defs})
+    assert not [found for found in lowered.entries if found.level == "error"]
