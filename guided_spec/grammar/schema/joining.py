@@ -39,7 +39,7 @@ def merge(one: Any, other: Any) -> Any:
     objects: dict[str, Any] | None = {}
     if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
         objects = _merge_objects(left, right)
-    if objects is None or (left.keys() & _ARRAY and right.keys() & _ARRAY):
+    if objects is None or _place_items(left, right):
         return None
     merged = {**left, **right, **objects}
     for key in left.keys() & right.keys() - objects.keys():
@@ -51,6 +51,12 @@ def merge(one: Any, other: Any) -> Any:
     if merged.get("type") == "object" and "anyOf" in merged:
         merged["anyOf"] = [part for part in merged["anyOf"] if not _lacks_a_key(part)] or [False]
     return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
+
+
+def _place_items(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both say what items are, and one of them says it by their place."""
+    both = one.keys() & _ARRAY and other.keys() & _ARRAY
+    return bool(both) and "prefixItems" in {*one, *other}
 
 
 def _lists(schema: dict[str, Any]) -> bool:
@@ -81,8 +87,8 @@ def conflict(one: Any, other: Any) -> str:
     left, right = _asserting(one), _asserting(other)
     if left.keys() & _OBJECT and right.keys() & _OBJECT and _merge_objects(left, right) is None:
         return "patternProperties"
-    if left.keys() & _ARRAY and right.keys() & _ARRAY:
-        return next(iter((left.keys() | right.keys()) & _ARRAY))
+    if _place_items(left, right):
+        return "prefixItems"
     shared = [key for key in left if key in right and key not in _OBJECT]
     return next(key for key in shared if _merge_values(key, left[key], right[key]) is None)
 
@@ -100,6 +106,8 @@ def _merge_values(key: str, one: Any, other: Any) -> Any:
         return list(dict.fromkeys([*one, *other]))
     if key == "enum":
         return _common(one, other)
+    if key == "items":
+        return _both(one, other)
     if key == "anyOf":
         return _pairs(one, other)
     if key in _LOWER:

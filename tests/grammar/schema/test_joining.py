@@ -38,6 +38,8 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "patternProperties": st.dictionaries(PATTERNS, inner, min_size=1, max_size=2),
             "additionalProperties": inner,
             "required": st.lists(NAMES, max_size=2, unique=True),
+            "items": inner,
+            "prefixItems": st.lists(inner, min_size=1, max_size=2),
         },
     ) | st.lists(inner, min_size=1, max_size=3).map(lambda parts: {"anyOf": parts})
 
