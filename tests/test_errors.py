@@ -20,6 +20,8 @@ def test_errors_are_copied_as_they_are(name: str) -> None:
         made = kind(3, 7)
     elif kind is errors.TrainingStoppedError:
         made = kind("SIGTERM", 15, 4, "folder")
+    elif kind is errors.TextCutShortError:
+        made = kind(9, 4)
     else:
         made = kind("why")
     for other in (copy.copy(made), pickle.loads(pickle.dumps(made))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,14 @@ from guided_spec.errors import ConfigError
 
 SLOTS = 2
 LLM = SimpleNamespace(load=SimpleNamespace(num_slots=SLOTS))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in a shell's background, whose processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Form:
@@ -142,6 +150,7 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_is_answered(tmp_path: Path) -> None:
     source = numbers(tmp_path / "in.jsonl", range(40))
     with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 ROWS = [{"key": f"k{at}", "name": f"Ada {at}", "age": at} for at in range(9)]
 PROMPT = "The name is {name}, the age"
 DIGITS = ("--regex", "[0-9]{2}", "--max-tokens", "8")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in a shell's background, whose processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +154,7 @@ def test_rows_that_fail(model: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("A",), "PROMPT='A': names no column in braces, so that all rows would get the same"),
-        (("{nmae}",), "--input=.*rows.csv': has no column 'nmae'; did you mean name? the columns"),
+        (("{nmae}",), "--input=.*: has no column 'nmae'; did you mean name? the columns"),
         (("{name",), "prompt='{name': expected '}' before end of string"),
         (("{name}", "--id-column", "id"), "has no column 'id'"),
         (("{name}", "--compare"), "--compare=True: is for one text; leave it out"),
@@ -198,6 +207,7 @@ def test_ctrl_c(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 def test_a_process_that_is_killed(model: str, tmp_path: Path) -> None:
     """With requests, twice, in the middle of its work."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

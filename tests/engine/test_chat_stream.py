@@ -130,7 +130,7 @@ def test_a_call_that_is_cut_off(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_several_samples_and_asyncio(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=120, temperature=1.0, seed=3, n=2, complete=False)
+    params = SamplingParams(max_tokens=240, temperature=1.0, seed=3, n=2)
     chosen = options(TEMPLATES["hermes"], tool_choice="required", params=params)
 
     async def main() -> list[ChatChunk]:

@@ -73,31 +73,31 @@ def test_a_record_is_read_as_it_was_written() -> None:
         assert CaseRecord.from_json(text).to_json() == text
 
 
-def second() -> RequestRecord:
+def third() -> RequestRecord:
     """Of the case that the tests below alter."""
-    return recorded("budgets").requests[1]
+    return recorded("budgets").requests[2]
 
 
-def with_second(other: RequestRecord) -> CaseRecord:
-    """The record of that case, with another one in the second one's place."""
+def with_third(other: RequestRecord) -> CaseRecord:
+    """The record of that case, with another one in the third one's place."""
     record = recorded("budgets")
-    return replace(record, requests=[record.requests[0], other, *record.requests[2:]])
+    return replace(record, requests=[*record.requests[:2], other, *record.requests[3:]])
 
 
 def with_step(at: int, **values: Any) -> CaseRecord:
-    """The same, with other values in one of the second one's steps."""
-    steps = [*second().steps]
+    """The same, with other values in one of the third one's steps."""
+    steps = [*third().steps]
     steps[at] = replace(steps[at], **values)
-    return with_second(replace(second(), steps=steps))
+    return with_third(replace(third(), steps=steps))
 
 
-SECOND = "wave 0, prompt 1, sample 0"
+THIRD = "wave 0, prompt 2, sample 0"
 
 
 def test_another_token_is_noticed_where_it_is() -> None:
-    draft = second().steps[2].draft
+    draft = third().steps[2].draft
     found = first_difference(recorded("budgets"), with_step(2, draft=[draft[0], 402, *draft[2:]]))
-    where = f"{SECOND}, step 2, draft[1]"
+    where = f"{THIRD}, step 2, draft[1]"
     assert found == Difference(where, draft[1], 402)
     message = complaint("budgets", found)
     assert message.startswith(f"case budgets, {where}: {draft[1]} was recorded, 402 was found. ")
@@ -105,9 +105,9 @@ def test_another_token_is_noticed_where_it_is() -> None:
 
 
 def test_another_mask_is_noticed_where_it_is() -> None:
-    masks = (second().steps[1].masks or "").split()
+    masks = (third().steps[1].masks or "").split()
     altered = with_step(1, masks=" ".join([*masks[:-1], "0" * 8]))
-    where = f"{SECOND}, step 1, masks[{len(masks) - 1}]"
+    where = f"{THIRD}, step 1, masks[{len(masks) - 1}]"
     expected = Difference(where, masks[-1], "0" * 8)
     assert first_difference(recorded("budgets"), altered) == expected
 
@@ -122,25 +122,25 @@ def test_another_mask_is_noticed_where_it_is() -> None:
     ],
 )
 def test_another_text_or_counter_is_noticed(values: dict[str, Any], name: str) -> None:
-    found = first_difference(recorded("budgets"), with_second(replace(second(), **values)))
+    found = first_difference(recorded("budgets"), with_third(replace(third(), **values)))
     assert found is not None
-    assert found.where == f"{SECOND}, {name or 'stats, accepted'}"
+    assert found.where == f"{THIRD}, {name or 'stats, accepted'}"
 
 
 def test_a_missing_step_is_noticed() -> None:
-    shorter = with_second(replace(second(), steps=second().steps[:-1]))
-    last = len(second().steps) - 1
-    expected = Difference(f"{SECOND}, step {last}", second().steps[last], MISSING)
+    shorter = with_third(replace(third(), steps=third().steps[:-1]))
+    last = len(third().steps) - 1
+    expected = Difference(f"{THIRD}, step {last}", third().steps[last], MISSING)
     assert first_difference(recorded("budgets"), shorter) == expected
 
 
 @pytest.mark.parametrize("is_same_machine", [True, False])
 def test_log_probabilities_are_exact_only_on_the_same_machine(*, is_same_machine: bool) -> None:
-    record, logprobs = recorded("budgets"), second().logprobs
+    record, logprobs = recorded("budgets"), third().logprobs
     assert logprobs is not None
     there = record.fingerprint if is_same_machine else Fingerprint("another", "another")
     for distance, is_noticed in ((TOLERANCE / 2, is_same_machine), (TOLERANCE * 2, True)):
-        other = replace(second(), logprobs=[*logprobs[:-1], logprobs[-1] - distance])
-        found = first_difference(record, replace(with_second(other), fingerprint=there))
+        other = replace(third(), logprobs=[*logprobs[:-1], logprobs[-1] - distance])
+        found = first_difference(record, replace(with_third(other), fingerprint=there))
         assert (found is not None) == is_noticed
-        assert found is None or found.where == f"{SECOND}, logprobs[{len(logprobs) - 1}]"
+        assert found is None or found.where == f"{THIRD}, logprobs[{len(logprobs) - 1}]"

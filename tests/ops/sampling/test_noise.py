@@ -133,6 +133,7 @@ LEFT_OUT: dict[str, Any] = {
     "stop_token_ids": (3,),
     "ignore_eos": True,
     "complete": False,
+    "on_short": "error",
 }
 OTHERWISE: dict[str, Any] = {
     "temperature": 0.5,

@@ -56,7 +56,7 @@ RESPONSES: dict[str, Any] = {
     "text": {"format": FORM},
     "tools": [{"type": "function", **BOOK["function"]}],
     "tool_choice": {"type": "function", "name": "book"},
-    "reasoning": {"effort": "low"},
+    "reasoning": {"effort": "medium"},
     "stream_options": {"include_obfuscation": False},
     "max_output_tokens": 40,
 }
