@@ -69,6 +69,7 @@ def _in_loop(url: str, work: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, 
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("uses_responses", [False, True])
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -31,7 +31,9 @@ def options() -> dict[str, Any]:
     return {name: p for p in params for name in (*p.opts, *p.secondary_opts)}
 
 
-@pytest.mark.parametrize("page", [PAGE, README], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(PAGE, marks=pytest.mark.slow), README], ids=lambda page: page.name
+)
 def test_snippets(served: Running, page: Any) -> None:
     blocks = [block for block in read_blocks(page.read_text()) if ADDRESS in block.code]
     python = [block for block in blocks if block.language == "python"]
