@@ -100,10 +100,14 @@ def for_python(schema: Any) -> Any:
 
 
 def _is_foreign(node: dict[str, Any]) -> bool:
+    """Few schemas are, and each is asked: a look at three keys has to do for the others."""
+    if "dependencies" in node and _is_mixed(node["dependencies"]):
+        return True
     named = node.get("patternProperties")
-    patterns = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
-    has_groups = any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
-    return has_groups or _is_mixed(node.get("dependencies"))
+    patterns = [*named] if isinstance(named, dict) else []
+    if "pattern" in node:
+        patterns.append(node["pattern"])
+    return any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
 
 
 def _is_mixed(dependencies: Any) -> bool:
@@ -134,26 +138,28 @@ def _in_python(pattern: str) -> str:
     return _GROUP.sub(lambda found: f"{found[1]}(?P<", pattern)
 
 
-def subschemas(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right below one, in the keywords of any draft, with their JSON pointers."""
+def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas right below one, in the keywords of any draft, with the keys that lead there."""
     for keyword in _ONE:
         if isinstance(node.get(keyword), dict):
-            yield f"/{keyword}", node[keyword]
+            yield (keyword,), node[keyword]
     for keyword in _LISTS:
         if isinstance(node.get(keyword), list):
             for index, part in enumerate(node[keyword]):
-                yield f"/{keyword}/{index}", part
+                yield (keyword, index), part
     for keyword in _MAPS:
-        yield from _members(f"/{keyword}", node.get(keyword))
-    components = node.get("components")  # of OpenAPI
-    if isinstance(components, dict):
-        yield from _members("/components/schemas", components.get("schemas"))
+        if isinstance(node.get(keyword), dict):
+            for name, part in node[keyword].items():
+                yield (keyword, name), part
+    if "components" in node:
+        yield from _components(node["components"])
 
 
-def _members(pointer: str, parts: Any) -> Iterator[tuple[str, Any]]:
-    for name, part in parts.items() if isinstance(parts, dict) else ():
-        token = str(name).replace("~", "~0").replace("/", "~1")
-        yield f"{pointer}/{token}", part
+def _components(parts: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas that OpenAPI keeps there."""
+    schemas = parts.get("schemas") if isinstance(parts, dict) else None
+    for name, part in schemas.items() if isinstance(schemas, dict) else ():
+        yield ("components", "schemas", name), part
 
 
 def in_newest(schema: Any) -> Any:
@@ -188,24 +194,21 @@ def split_dialects(schema: Any) -> tuple[Any, list[Any]]:
             return {}
         return {name: change(part, is_root=False) for name, part in value.items()}
 
-    if not any(isinstance(node.get("$schema"), str) for node in _below(schema)):
+    below = (node for node in objects(schema) if node is not schema)
+    if not any(isinstance(node.get("$schema"), str) for node in below):
         return schema, inner
     return change(schema, is_root=True), inner
-
-
-def _below(schema: Any) -> Iterator[dict[str, Any]]:
-    return (node for node in _objects(schema) if node is not schema)
 
 
 def _is_flag(node: dict[str, Any], name: str) -> bool:
     return isinstance(node.get(name), bool)
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
     stack = [value]
     while stack:
         part = stack.pop()
-        spend(1)
         if isinstance(part, dict):
             yield part
             stack += part.values()

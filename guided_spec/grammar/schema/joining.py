@@ -176,7 +176,7 @@ def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     more = plain.get("additionalProperties", True)
     properties: dict[str, Any] = {}
     for name in names:
-        matching = [part for pattern, part in patterns.items() if _holds(pattern, name)]
+        matching = [part for pattern, part in patterns.items() if holds(pattern, name)]
         if name in right and matching and more not in (True, False, {}):
             return None  # for ``more`` would then hold for this key too
         wanted = [left[name]] if name in left else [] if matching else [extra]
@@ -189,7 +189,7 @@ def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     return {**merged, "patternProperties": kept}
 
 
-def _holds(pattern: str, name: str) -> bool:
+def holds(pattern: str, name: str) -> bool:
     """Whether a key matches a pattern of the schema, or one as a backend gets it."""
     if "\\u{" in pattern:  # which no pattern of Python's has
         own = readable(pattern)

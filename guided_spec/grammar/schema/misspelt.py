@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from guided_spec.grammar.schema.dialect import subschemas
-from guided_spec.grammar.schema.lowered import Unenforced
+from guided_spec.grammar.schema.lowered import Unenforced, escape
 
 _CONSTRAINTS = (
     *("type", "enum", "const", "properties", "required", "additionalProperties"),
@@ -39,11 +39,11 @@ _LIKE, _LONG = 0.84, 5
 
 def misspelt(schema: Any) -> Iterator[Unenforced]:
     """Keywords that JSON Schema does not have and that are like one it has, of level "warning"."""
-    waiting: list[tuple[Any, str]] = [(schema, "")]
+    waiting: list[tuple[Any, tuple[str | int, ...]]] = [(schema, ())]
     for _ in range(_MOST_SCHEMAS):
         if not waiting:
             return
-        node, pointer = waiting.pop()
+        node, path = waiting.pop()
         if not isinstance(node, dict):
             continue
         for keyword in node.keys() - _KNOWN:
@@ -51,8 +51,9 @@ def misspelt(schema: Any) -> Iterator[Unenforced]:
             if meant is not None:
                 reason = f"it is no keyword of JSON Schema and says nothing; {meant!r} is one"
                 fix = f"write {meant!r}, or 'x-{keyword}' for a note of your own"
+                pointer = "".join(f"/{escape(str(token))}" for token in path)
                 yield Unenforced(pointer, keyword, reason, fix, "warning", by_backend=False)
-        waiting += [(part, pointer + path) for path, part in subschemas(node)]
+        waiting += [(part, (*path, *tokens)) for tokens, part in subschemas(node)]
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.schema.dialect import (
     for_python,
     in_newest,
+    objects,
     split_dialects,
     with_draft,
 )
@@ -82,7 +83,7 @@ def _is_valid(schema: Any) -> bool:
 
 def _patterns(schema: Any) -> Iterator[str]:
     """All patterns, which jsonschema tries to compile as regexes of Python's, and other strings."""
-    for node in _objects(schema):
+    for node in objects(schema):
         named = node.get("patternProperties")
         yield from named if isinstance(named, dict) else ()
         if isinstance(pattern := node.get("pattern"), str):
@@ -96,7 +97,7 @@ def _has_enums(schema: Any) -> bool:
     """
     if not isinstance(schema, dict) or "draft-04" not in str(schema.get("$schema")):
         return True
-    enums = (node["enum"] for node in _objects(schema) if isinstance(node.get("enum"), list))
+    enums = (node["enum"] for node in objects(schema) if isinstance(node.get("enum"), list))
     return all(
         enum and all(map(_is_scalar, enum)) and len(set(enum)) == len(enum) for enum in enums
     )
@@ -105,18 +106,6 @@ def _has_enums(schema: Any) -> bool:
 def _is_scalar(value: Any) -> bool:
     """Of those that differ in Python where they differ in JSON."""
     return value is None or type(value) in (str, int, float)
-
-
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value."""
-    waiting = [schema]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            yield value
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
 
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")

@@ -15,15 +15,14 @@ admits no text that the original does not; it may admit fewer, and then says so 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.formats import FORMATS, format_within
-from guided_spec.grammar.regex import fits_length, spend_on_search, to_fullmatch, to_search
-from guided_spec.grammar.schema.joining import any_of, conflict, merge
+from guided_spec.grammar.regex import fits_length, to_fullmatch, to_search
+from guided_spec.grammar.schema.joining import any_of, conflict, holds, merge
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -189,7 +188,7 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     required = list(words.get("required", ()))
     extra = words.get("additionalProperties", True)
     for name in required:
-        if name not in declared and not any(_holds(p, name) for p in patterns):
+        if name not in declared and not any(holds(p, name) for p in patterns):
             declared[name] = extra
     _check_patterns(declared, patterns, required, pointer, report)
     others: Any = False
@@ -224,11 +223,6 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     return _add_counts(schema, words, pointer, report)
 
 
-def _holds(pattern: str, name: str) -> bool:
-    spend_on_search(pattern, name)
-    return re.search(pattern, name) is not None
-
-
 def _check_patterns(
     declared: dict[str, Any],
     patterns: dict[str, Any],
@@ -241,7 +235,7 @@ def _check_patterns(
         report.error(pointer, "patternProperties", reason, "join them into one pattern")
     for pattern in patterns:
         for name in [*declared, *required]:
-            if _holds(pattern, name):
+            if holds(pattern, name):
                 reason = f"{pattern!r} matches the property {name!r} too"
                 fix = "narrow the pattern"
                 report.error(pointer, "patternProperties", reason, fix)
