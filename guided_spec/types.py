@@ -154,8 +154,8 @@ class SamplingParams:
         and multiplies the negative ones, in [0.01, 100]; 1 changes nothing.
     frequency_penalty: what a token's logit loses for each occurrence in the output, in [-2, 2].
     presence_penalty: what it loses for standing there at all, in [-2, 2].
-    draft_policy: how a drafter with a model keeps to the grammar: "mask" or "validate"
-        (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It changes the
+    draft_policy: how a drafter with a model keeps to the grammar: "mask" or "validate" (see
+        ``guided_spec.proposers.draft_session``); None leaves it to the proposer. It changes the
         speed, never the text's distribution.
     logprobs: report each token's log-probability and those of that many likeliest tokens, 0 to 20;
         None reports nothing.

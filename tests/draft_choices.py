@@ -16,7 +16,7 @@ from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream, exponential_noise
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
+from guided_spec.proposers.choice_graphs import ChoiceGraphs, Chosen
 from guided_spec.types import SamplingParams
 from tests.ops.table_walks import random_table
 
@@ -141,13 +141,13 @@ def check_chooser(
     graphs: GraphPool,
     device: str = "cpu",
 ) -> None:
-    """A ``DraftChooser`` draws what ``choose_draft`` draws, turn by turn.
+    """A ``ChoiceGraphs`` draws what ``choose_draft`` draws, turn by turn.
 
     Other values come, other requests, and fewer of them; what was drawn stays as it was until the
     next draft.
     """
     case = make_case(sizes, temperatures, mask, device=device)
-    chooser = DraftChooser(case.target_ids, graphs)
+    chooser = ChoiceGraphs(case.target_ids, graphs)
     seen: set[str] = set()
     for turn in range(9):
         rows = len(temperatures) - turn // 4  # 9, 8, and 7, which another size of graph serves
@@ -178,7 +178,7 @@ def check_walking(graphs: GraphPool, rows: int, device: str = "cpu") -> None:
     Drafts follow one another, each from other states. Their masks are the tables' rows.
     """
     size, length, where = 90, 4, torch.device(device)
-    chooser, random = DraftChooser(None, graphs), torch.Generator().manual_seed(rows)
+    chooser, random = ChoiceGraphs(None, graphs), torch.Generator().manual_seed(rows)
     tables = [random_table(seed, size) for seed in (1, 2)]
     kept = DeviceTables(where, -(-size // 32), 2**20)
     sampling = Sampling.stack([SamplingParams(temperature=0.0)] * rows, range(rows), where)

@@ -22,7 +22,7 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.draft_loop import draft_autoregressively
+from guided_spec.proposers.host_masks import draft_autoregressively
 from guided_spec.types import Draft, SamplingParams
 
 TEXTS = (b"a", b"b", b"c", b"d", b"{", b"}", b'"', b":", b",", b"1", b"0", b"")

@@ -32,8 +32,9 @@ from guided_spec.guide import Guide, GuidedText
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.mailbox import Mailbox
+from guided_spec.proposers.device_masks import DeviceMasks, DraftBuffers
+from guided_spec.proposers.draft_session import DraftRows
 from guided_spec.proposers.drafting import draft_ends, host_draft
-from guided_spec.proposers.masked_drafter import DraftBuffers, MaskedDraft, MaskedTurn
 from guided_spec.step import commit, pack
 from guided_spec.types import Accepted, SamplingParams
 
@@ -62,9 +63,7 @@ class Told(Proposer):
 
     def __init__(self, context: ProposerContext, times: Times) -> None:
         depths, rows = context.config.num_draft_tokens, context.num_slots
-        self._mailbox = Mailbox(
-            depths, rows, -(-context.vocabulary.vocab_size // 32), context.device
-        )
+        self._mailbox = Mailbox(depths, rows, context.device)
         self._depths, self._times = depths, times
         self.right: list[list[int]] = []
 
@@ -80,25 +79,19 @@ class Told(Proposer):
         ends = [min(end, len(tokens)) for end, tokens in zip(ends, self.right, strict=True)]
         buffers = DraftBuffers(told, torch.zeros(len(told) + 1, len(batch)).long(), None, None)
         ticket = self._mailbox.begin()
-        draft = self._times.of("begin", lambda: self._launch(lookahead, ends, buffers))
+        starts = [0] * len(batch)
+        rows = DraftRows(batch, lookahead, starts, ends, ends)
+        draft = self._times.of("begin", lambda: self._launch(rows, buffers))
         self._mailbox.replies[:, : len(batch)] = (ticket << 32) | (told + 1)
         if draft.needs_host:
-            draft.accept_drawn(1)
-        self._times.of("positions", draft.accept_drawn)
+            draft.accept_up_to(1)
+        self._times.of("positions", draft.accept_masked)
         return FinishedDraft(host_draft(batch, lookahead.drafted), tuple(lookahead.lengths))
 
-    def _launch(
-        self, lookahead: Lookahead, ends: Sequence[int], buffers: DraftBuffers
-    ) -> MaskedDraft:
-        texts = lookahead.tabled(range(len(ends)), self._depths)
-        turn = MaskedTurn(lookahead, ends, None, texts)
-        draft = MaskedDraft(self._mailbox, turn, buffers, *buffers.ids.shape)
-        if texts is not None:
-            lookahead.leave(texts, buffers.sources)
+    def _launch(self, rows: DraftRows, buffers: DraftBuffers) -> DeviceMasks:
+        draft = DeviceMasks(self._mailbox, rows, buffers, len(rows.starts), None, rows.tables())
         if draft.needs_host:
             draft.begin()
-        else:
-            draft.release()
         return draft
 
     def release(self, slots: Sequence[int]) -> None:

@@ -216,11 +216,12 @@ class Lookahead:
         return self._rows.at_depths(self._next_depths(self._drafts))
 
     def next_rows(self, count: int, depth: int) -> list[int]:
-        """Where the rows of ``next_mask`` lie on the host, [count]: addresses.
+        """Where the rows of ``next_mask`` lie on the host, [count]: addresses, 0 for a row that
+        forbids nothing.
 
-        count: B or more; those after the batch's own forbid nothing. depth: so do those of
-        requests whose drafts hold another number of tokens. The rows do not change until the step
-        after the next one.
+        count: B or more; those after the batch's own are 0. depth: so are those of requests whose
+        drafts hold another number of tokens. The rows do not change until the step after the next
+        one.
         """
         filled = self._fill_next([draft for draft in self._drafts if len(draft.drafted) == depth])
         return self._rows.addresses([(draft.request, depth) for draft in filled], count)
@@ -283,19 +284,29 @@ class Lookahead:
                 draft.refuse(token_id)
 
     def accept_drawn(
-        self, token_ids: Sequence[Sequence[int]], starved: Sequence[Sequence[int]]
+        self,
+        token_ids: Sequence[Sequence[int]],
+        starved: Sequence[Sequence[int]],
+        starts: Sequence[int],
     ) -> None:
-        """``accept_ids`` of all that a device drew, [K] depths of [B] each.
+        """Append what a device drew without a mask of the host's, [K] depths of [B] each.
 
-        Those that draft are free, or the device took their rows from tables.
+        Of texts whose rows it took from tables, of free texts, and of those that it drew freely:
+        their drafts end at the first illegal token, as in ``extend``.
+
+        starts: [B] the position in each draft of the first token drawn.
         """
         self._wake()
         rows = (zip(*one, strict=True) for one in (token_ids, starved))
-        for draft, tokens, flags in zip(self._drafts, *rows, strict=True):
-            if draft.is_drafting:
-                start = len(draft.drafted)
-                looked = draft.append_drawn(tokens[start:])
-                draft.starved += sum(flags[start : start + looked])
+        for draft, tokens, flags, start in zip(self._drafts, *rows, starts, strict=True):
+            if not draft.is_drafting:
+                continue
+            first = len(draft.drafted) - start
+            if draft.is_tabled or (draft.fork is None and self._pause is None):
+                looked = draft.append_drawn(tokens[first:])
+                draft.starved += sum(flags[first : first + looked])
+            else:  # without a mask, no position is starved
+                self._extend_one(draft, [(token,) for token in tokens[first:]])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -317,18 +328,21 @@ class Lookahead:
         for draft, positions in zip(self._drafts, options, strict=True):
             start = len(draft.drafted)
             assert not (draft.is_tabled and positions)  # nobody has asked whether they are legal
-            for token_ids in positions:
-                if not draft.is_drafting or not token_ids:
-                    break
-                if token_ids[0] < 0:
-                    draft.is_open = False
-                    break
-                if not any(map(draft.append, token_ids)):
-                    draft.refuse(token_ids[0])
-                    break
-                self._check_pause(draft)
+            self._extend_one(draft, positions)
             legal.append(draft.drafted[start:])
         return legal
+
+    def _extend_one(self, draft: RequestDraft, positions: Iterable[Sequence[int]]) -> None:
+        for token_ids in positions:
+            if not draft.is_drafting or not token_ids:
+                return
+            if token_ids[0] < 0:
+                draft.is_open = False
+                return
+            if not any(map(draft.append, token_ids)):
+                draft.refuse(token_ids[0])
+                return
+            self._check_pause(draft)
 
     def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """``extend``, and the tokens count as forced by the grammar in the statistics."""

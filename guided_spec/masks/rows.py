@@ -267,6 +267,7 @@ class MaskBlock:
     """int32 [rows, W], cleared and filled again in every step; row ``rows`` is never filled.
 
     words: W. is_pinned: whether a CUDA device can copy from it while the host goes on.
+    memory: the address of the first row, and the bytes of a row.
 
     ``clear`` writes nothing: a row that is not filled again is set to all ones when it is read.
     """
@@ -276,7 +277,7 @@ class MaskBlock:
         self._array: NDArray[np.int32] = self._rows.numpy()
         # Single words are read in a quarter of the time.
         self._words: memoryview[int] = memoryview(self._array)  # type: ignore[arg-type]
-        self._address = (self._rows.data_ptr(), words * self._rows.element_size())
+        self.memory = (self._rows.data_ptr(), words * self._rows.element_size())
         self._num_ids = words * 32
         self._is_filled = np.zeros(rows + 1, dtype=np.bool_)
         self._is_stale = np.zeros(rows + 1, dtype=np.bool_)  # holds what an earlier step filled
@@ -327,11 +328,6 @@ class MaskBlock:
         """Rows ``start`` to ``stop - 1``, int32 [stop - start, W]: a view, contiguous."""
         self._restore(start, stop)
         return self._rows[start:stop]
-
-    def addresses(self, rows: Sequence[int]) -> list[int]:
-        """Where rows in any order lie in memory: those that are filled, and the last one."""
-        start, size = self._address
-        return [start + row * size for row in rows]
 
     def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
         """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if passed."""
@@ -529,12 +525,13 @@ class MaskRows:
     def addresses(self, cells: Sequence[tuple[int, int]], count: int) -> list[int]:
         """Where the filled rows at ``cells``, (request, depth), lie on the host: [count].
 
-        By request; the others' forbid nothing. They are valid until the second ``clear`` from now.
+        By request; 0 for the others, which forbid nothing. They are valid until the second
+        ``clear`` from now.
         """
-        rows = [self._none] * count
+        addresses, start, size = [0] * count, *self._block.memory
         for request, depth in cells:
-            rows[request] = depth * self._active + request
-        return self._block.addresses(rows)
+            addresses[request] = start + (depth * self._active + request) * size
+        return addresses
 
     def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.

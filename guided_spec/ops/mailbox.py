@@ -66,21 +66,20 @@ class Report(NamedTuple):
 class Mailbox:
     """Orders to the device and replies from it, for ``depths`` positions of a draft.
 
-    rows: requests at most. words: of a mask row. device: that reads and writes here; the memory is
-    pinned where it is a CUDA device.
+    rows: requests at most. device: that reads and writes here; the memory is pinned where it is a
+    CUDA device.
 
-    orders: int64 [depths, 1 + rows], a ticket and addresses. replies: int64 [depths, rows].
+    orders: int64 [depths, 1 + rows], a ticket and addresses; 0 is a row that forbids nothing.
+    replies: int64 [depths, rows].
     """
 
-    def __init__(self, depths: int, rows: int, words: int, device: torch.device) -> None:
+    def __init__(self, depths: int, rows: int, device: torch.device) -> None:
         pin = device.type == "cuda"
-        self._nothing = torch.full((words,), -1, dtype=torch.int32, pin_memory=pin)
         self.orders = torch.zeros(depths, 1 + rows, dtype=torch.int64, pin_memory=pin)
         self.replies = torch.zeros(depths, rows, dtype=torch.int64, pin_memory=pin)
         self._orders: NDArray[np.int64] = self.orders.numpy()
         # Python reads its own integers from it: a handful of them in a fifth of numpy's time.
         self._replies: memoryview[int] = memoryview(self.replies.numpy().reshape(-1))  # type: ignore[arg-type]
-        self._orders[:, 1:] = self._nothing.data_ptr()
         self._is_blank = True  # no order has other rows
         self.ticket = UNTICKETED
 
@@ -90,7 +89,10 @@ class Mailbox:
         return self.ticket
 
     def post(self, depth: int, addresses: Sequence[int]) -> None:
-        """The rows of one position are filled, int32 [W] in pinned memory at [R] addresses."""
+        """The rows of one position are filled, int32 [W] in pinned memory at [R] addresses.
+
+        0: the row forbids nothing.
+        """
         self._is_blank = False
         self._orders[depth, 1 : 1 + len(addresses)] = addresses
         self._orders[depth, 0] = self.ticket
@@ -99,7 +101,7 @@ class Mailbox:
         """The device waits for no position any more: it finds rows that forbid nothing."""
         waits = self._orders[:, 0] != self.ticket
         if not self._is_blank:
-            self._orders[waits, 1:] = self._nothing.data_ptr()
+            self._orders[waits, 1:] = 0
             self._is_blank = bool(waits.all())
         self._orders[waits, 0] = self.ticket
 
@@ -130,14 +132,19 @@ class Mailbox:
         return words if min(words) >= least and max(words) < least + 2**32 else []
 
 
+def can_run(device: torch.device) -> bool:
+    """Whether the functions of this module run on a device, where nobody waits."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return device.type == "cpu" or (is_nvidia and has_triton())
+
+
 def can_share(device: torch.device) -> bool:
     """Whether a CUDA device can take part.
 
     It has to be NVIDIA's, with Triton, and to see the host's writes in the order they were made in.
     """
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
     is_ordered = platform.machine().lower() in ("x86_64", "amd64")
-    return is_nvidia and is_ordered and has_triton()
+    return device.type == "cuda" and is_ordered and can_run(device)
 
 
 def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | None = None) -> None:
@@ -146,7 +153,7 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
     order: int64 [1 + R or more], of ``Mailbox.orders``. ticket: int64 [1] that it will show;
         ``UNTICKETED`` does not wait. out: int32 [R, W] on the device of ``ticket``.
     sources: int64 [R] there, where the device itself knows rows; 0 leaves one to the order, as None
-        leaves all.
+        leaves all. A row that is 0 in the order too forbids nothing.
     """
     if out.is_cuda:
         kernels_of(__name__).fetch_rows(order, ticket, out, PATIENCE, sources)
@@ -156,7 +163,8 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
             break
         yield_cpu()
     addresses = order[1 : 1 + len(out)]
-    copy_rows(addresses if sources is None else torch.where(sources != 0, sources, addresses), out)
+    found = addresses if sources is None else torch.where(sources != 0, sources, addresses)
+    copy_rows(found, out, is_blank=True)
 
 
 def reply(

@@ -33,7 +33,7 @@ def fetch_rows(
             block=max(triton.next_power_of_2(count), LEAST_BLOCK),
             num_warps=1,
         )
-    copy_rows(found, out)
+    copy_rows(found, out, is_blank=True)
 
 
 def reply(

@@ -24,9 +24,10 @@ from guided_spec.models.loading import load_model
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.proposers.draft_chooser import DraftChooser
-from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.choice_graphs import ChoiceGraphs
+from guided_spec.proposers.draft_session import DraftRows
 from guided_spec.proposers.drafting import read_policy, shared_prompts
+from guided_spec.proposers.host_masks import HostMasks
 
 
 class DraftCache:
@@ -134,18 +135,23 @@ class DraftModel(Proposer):
         self._policy = read_policy(context.argument, "mask")
         self._context, self._cache = context, DraftCache(context)
         self._model = self._cache.model
-        self._chooser = DraftChooser.on(context, None)
+        self._choices = ChoiceGraphs.on(context, None)
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """Up to K tokens a request: masked, and sampled where the request's temperature says so."""
         del carry  # the cache lacks what was accepted, and reads it now
-        return self._draft(batch, lookahead).in_flight()
+        open_rows = self._cache.open_rows(batch, lookahead)
+        rows = DraftRows.from_batch(batch, lookahead, self._policy, open_rows)
+        masks = HostMasks(rows, None, self._choices)
+        if open_rows:
+            self._draft(masks, batch, lookahead, open_rows)
+        return masks.in_flight()
 
     def capture(self) -> Iterator[None]:
         """Capture the graphs of the draft model, one at each ``next``."""
-        self._chooser.capture(self._context, self._model.dtype)
+        self._choices.capture(self._context, self._model.dtype)
         yield from self._model.capture(())
 
     @property
@@ -162,18 +168,10 @@ class DraftModel(Proposer):
         """The slots start empty with their next requests."""
         self._cache.release(slots)
 
-    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
-        """The loop after its run."""
-        rows = self._cache.open_rows(batch, lookahead)
-        loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
-        if rows:
-            self._run(loop, batch, lookahead, rows)
-        return loop
-
-    def _run(
-        self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
+    def _draft(
+        self, masks: HostMasks, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
     ) -> None:
-        """Run the loop, in which ``rows`` draft."""
+        """Draft for ``rows``."""
         drafted = [list(lookahead.drafted[row]) for row in rows]
         self._cache.read_prompts(batch, rows, self._cache.chunk)
         feeder, lengths = _Feeder(self._model, batch, rows), self._cache.lengths
@@ -186,11 +184,11 @@ class DraftModel(Proposer):
             feeder.feed(pending, starts)
             saved = self._model.save_states(feeder.slots)
             feeder.feed(drafted, feeder.ends)
-            loop.run(feeder.logits, feeder.next)
+            masks.draft(feeder.logits, feeder.next)
             self._model.load_states(feeder.slots, saved)
             return
         feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
-        loop.run(feeder.logits, feeder.next)
+        masks.draft(feeder.logits, feeder.next)
 
 
 class Pard(DraftModel):
@@ -239,8 +237,8 @@ class Pard(DraftModel):
         index = positions.unsqueeze(2).expand(-1, -1, logits.shape[2])
         return _fit_width(logits.gather(1, index), batch.vocab_size)
 
-    def _run(
-        self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
+    def _draft(
+        self, masks: HostMasks, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
     ) -> None:
         starts = [len(lookahead.drafted[row]) for row in rows]
         block, steps = self._block(batch, rows), count()
@@ -257,7 +255,7 @@ class Pard(DraftModel):
             full = scores.new_full((len(batch), scores.shape[1]), -torch.inf)
             return full.index_copy_(0, index, scores)
 
-        loop.run(logits(), logits)
+        masks.draft(logits(), logits)
 
 
 def _read_token(config: Any, vocab_size: int) -> int:

@@ -120,32 +120,6 @@ def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
     return [own or policy for own in batch.policies or (None,) * len(batch)]
 
 
-def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
-    """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
-
-    policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
-    to ``DraftLoop.take``; nothing is known of it then but its tokens.
-    """
-    if batch.adjustments is not None:
-        return False
-    masked = [used == "mask" for used in used_policies(batch, policy)]
-    waits = zip(masked, batch.constraints, strict=True)
-    return batch.sampling.all_greedy and not any(
-        is_masked and constraint is not None for is_masked, constraint in waits
-    )
-
-
-def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
-    """Whether every request of the batch drafts under masks, and nothing but them changes logits.
-
-    policy: of the requests that do not ask for one. Such a draft can be made by a
-    ``MaskedDrafter``, and handed to ``DraftLoop.take_masked``.
-    """
-    is_constrained = any(constraint is not None for constraint in batch.constraints)
-    is_masked = all(used == "mask" for used in used_policies(batch, policy))
-    return batch.adjustments is None and is_constrained and is_masked
-
-
 class NoDraft(Proposer):
     """Proposes nothing, so that every step yields one token."""
 

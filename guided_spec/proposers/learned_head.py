@@ -15,7 +15,6 @@ from guided_spec.core import (
     BegunPrompt,
     DecodeBatch,
     DraftInFlight,
-    FinishedDraft,
     PromptPiece,
     Proposer,
     ProposerContext,
@@ -40,17 +39,13 @@ from guided_spec.models.packed.heads import PackedBlock, PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import AheadRunner, PackedSlotHead, ReadAhead
 from guided_spec.models.packed_form import is_packed_on
 from guided_spec.ops.host import Download, pad_ids, to_device
-from guided_spec.ops.mailbox import can_share
-from guided_spec.proposers.draft_chooser import DraftChooser
-from guided_spec.proposers.draft_loop import DraftLoop
-from guided_spec.proposers.drafting import (
-    drafts_best,
-    drafts_masked,
-    no_draft,
-    read_policy,
-    shared_prompts,
-)
-from guided_spec.proposers.masked_drafter import DraftPrefix, MaskedDrafter
+from guided_spec.ops.mailbox import can_run, can_share
+from guided_spec.proposers.choice_graphs import ChoiceGraphs
+from guided_spec.proposers.device_masks import DeviceMasks, DraftPrefix
+from guided_spec.proposers.draft_graphs import DraftGraphs
+from guided_spec.proposers.draft_session import DraftRows, DraftSession, no_draft_in_flight
+from guided_spec.proposers.drafting import read_policy, shared_prompts
+from guided_spec.proposers.host_masks import HostMasks
 from guided_spec.types import Accepted, DraftPolicy
 
 DEFAULT_POLICY: DraftPolicy = "mask"
@@ -103,12 +98,12 @@ class LearnedHead(Proposer):
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._ahead is None else self._ahead.sources
-        self._chooser = DraftChooser.on(context, target_ids, sources)
-        self._masked: MaskedDrafter | None = None
-        self._whole = None if self._ahead is None else self._ahead.whole(self._longest)
+        self._choices = ChoiceGraphs.on(context, target_ids, sources)
+        self._graphs: DraftGraphs | None = None
+        forward = None if self._ahead is None else self._ahead.draft_forward(self._longest)
+        if forward is not None and can_run(context.device):
+            self._graphs = DraftGraphs(forward, target_ids, context)
         self._can_wait = can_share(context.device)  # for the host, while a draft is made
-        if self._whole is not None and (self._can_wait or context.device.type == "cpu"):
-            self._masked = MaskedDrafter(self._whole, target_ids, context)
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
 
     def begin(
@@ -119,9 +114,19 @@ class LearnedHead(Proposer):
         self._read(batch)
         launch_carry = partial(self.read_ahead, batch)
         if batch.num_draft_tokens == 0:
-            return FinishedDraft(no_draft(batch), (0,) * len(batch), launch_carry)
-        rows = self._open_rows(batch, lookahead)
-        return self._draft(batch, lookahead, rows).in_flight(launch_carry)
+            return no_draft_in_flight(batch, launch_carry)
+        open_rows = self._open_rows(batch, lookahead)
+        if self._graphs is not None:
+            most = tuple(min(limit, batch.num_draft_tokens) for limit in batch.limits)
+            batch = replace(batch, limits=most)
+        rows = DraftRows.from_batch(batch, lookahead, self._policy, open_rows)
+        launched = self._launch(rows, open_rows) if open_rows else None
+        if launched is not None:
+            return DraftSession(rows, launched, self._vocabulary, launch_carry)
+        masks = HostMasks(rows, self._vocabulary, self._choices)
+        if open_rows:
+            self._draft(masks, rows, open_rows)
+        return masks.in_flight(launch_carry)
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
@@ -153,16 +158,16 @@ class LearnedHead(Proposer):
         """Capture the graphs of the head and of whole drafts, one at each ``next``."""
         if not self._longest:
             return
-        self._chooser.capture(self._context, self._context.dtype)
+        self._choices.capture(self._context, self._context.dtype)
         if self._ahead is not None:
-            yield from self._ahead.capture(self._longest)
-        if self._masked is not None:
-            yield from self._masked.capture()
+            yield from self._ahead.capture()
+        if self._graphs is not None:
+            yield from self._graphs.capture()
 
     @property
     def ends_chains(self) -> bool:
         """True under ``validate``, and where a graph drafts under masks while the host goes on."""
-        return self._policy == "validate" or (self._masked is not None and self._can_wait)
+        return self._policy == "validate" or (self._graphs is not None and self._can_wait)
 
     @property
     def reads_prompts(self) -> bool:
@@ -191,20 +196,14 @@ class LearnedHead(Proposer):
             if is_open and self._may_draft(batch, len(drafted), row)
         ]
 
-    def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
-        """The loop after its run, in which ``rows`` draft."""
-        if self._whole is not None:
-            most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
-            batch = replace(batch, limits=tuple(most))
-        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
-        drafted = lookahead.drafted
-        if not rows or self._draft_at_once(loop, batch, lookahead, rows):
-            return loop
-        slots = [batch.slots[row] for row in rows]
-        self._append_drafted(slots, [drafted[row] for row in rows], batch.device)
+    def _draft(self, masks: HostMasks, rows: DraftRows, open_rows: Sequence[int]) -> None:
+        """Draft token by token for ``open_rows``."""
+        batch, drafted = rows.batch, rows.lookahead.drafted
+        slots = [batch.slots[row] for row in open_rows]
+        self._append_drafted(slots, [drafted[row] for row in open_rows], batch.device)
         index = None  # nothing has to be picked or spread
-        if len(rows) < len(batch):
-            index = to_device(rows, batch.device)
+        if len(open_rows) < len(batch):
+            index = to_device(open_rows, batch.device)
 
         def logits() -> Tensor:
             scores = self._head.logits(slots)
@@ -217,48 +216,27 @@ class LearnedHead(Proposer):
             self._head.append(slots, token_ids if index is None else token_ids[index])
             return logits()
 
-        loop.run(logits(), forward)
-        return loop
+        masks.draft(logits(), forward)
 
-    def _draft_at_once(
-        self,
-        loop: DraftLoop,
-        batch: DecodeBatch,
-        lookahead: Lookahead,
-        rows: Sequence[int],
-    ) -> bool:
-        """Draft by one graph, if it can be; others than ``rows`` draft too, unused."""
-        drafted = lookahead.drafted
-        whole, slots, count = self._whole, batch.slots, batch.num_draft_tokens
-        if whole is None:
-            return False
-        is_best = drafts_best(batch, self._policy)
-        is_masked = not is_best and drafts_masked(batch, self._policy)
-        masked = self._masked if is_masked else None
-        if masked is None and not is_best:
-            return False
-        is_given = any(drafted[row] for row in rows)
-        texts = None if masked is None else loop.tables()
-        # Where the host is not waited for, a chain's turns end as they should: one after another.
-        is_alone = texts is not None and texts.is_alone and not lookahead.turns
-        if masked is not None and not (self._can_wait or is_alone):
-            return False
+    def _launch(self, rows: DraftRows, open_rows: Sequence[int]) -> DeviceMasks | None:
+        """Draft by one graph, if it can be; others than ``open_rows`` draft too, unused."""
+        batch, lookahead, slots = rows.batch, rows.lookahead, rows.batch.slots
+        if self._graphs is None or batch.adjustments is not None:
+            return None
+        if lookahead.turns and not self.ends_chains:  # they end one after another
+            return None
+        texts = rows.tables()
+        if rows.masked and not (self._can_wait or (texts is not None and texts.is_alone)):
+            return None
         self._head.rewind(slots)
-        if any(
-            self._head.depth(slot) for slot in slots
-        ):  # another draft of this step has followed it
-            return False
+        if any(self._head.depth(slot) for slot in slots):
+            return None  # another draft of this step has followed it
         prefix = None
-        if is_given:
-            read = [drafted[row] if row in rows else () for row in range(len(batch))]
-            prefix = DraftPrefix.of(read, count, batch.device)
-        if masked is not None:
-            loop.take_masked(masked, slots, prefix, texts)
-        elif prefix is None:
-            loop.take(whole.draft_greedily(slots, count))
-        else:
-            loop.take(prefix.after(whole.draft_greedily(slots, count, prefix.token_ids).T).T)
-        return True
+        if any(rows.starts[row] for row in open_rows):
+            drafted, is_open = lookahead.drafted, set(open_rows)
+            held = [drafted[row] if row in is_open else () for row in range(len(batch))]
+            prefix = DraftPrefix.from_rows(held, batch.num_draft_tokens, batch.device)
+        return self._graphs.launch(rows, slots, prefix, texts)
 
     def _may_draft(self, batch: DecodeBatch, drafted: int, row: int) -> bool:
         """Whether the slot has been read, and can hold the longest draft after its text.
@@ -271,7 +249,7 @@ class LearnedHead(Proposer):
         """
         slot = batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
-        if self._whole is not None and drafted >= batch.num_draft_tokens:
+        if self._graphs is not None and drafted >= batch.num_draft_tokens:
             return False
         length, known = len(batch.contexts[row]), self._head.length(slot)
         fits = length + drafted + longest <= self._head.max_length

@@ -9,7 +9,7 @@ from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.ops.sampling.draft_choice import choose_draft, choose_draft_reference
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.choice_graphs import ChoiceGraphs
 from guided_spec.types import SamplingParams
 from tests.draft_choices import (
     MASKS,
@@ -100,7 +100,7 @@ def test_a_chooser_reads_what_a_drafters_graph_wrote() -> None:
     device = torch.device("cuda")
     drafter = GraphPool(device)
     sampling = Sampling.stack([SamplingParams(temperature=0.0)] * 9, range(9), device)
-    chooser = DraftChooser(None, GraphPool(device), drafter)
+    chooser = ChoiceGraphs(None, GraphPool(device), drafter)
     for turn in range(4):
         inputs = {"x": torch.randn(10, VOCAB_SIZE, device=device)}
         (logits,) = drafter.run("logits", inputs, lambda tensors: (tensors["x"] * 2,))

@@ -16,7 +16,8 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
 from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
 from guided_spec.proposers import learned_head
-from guided_spec.proposers.masked_drafter import MaskedDraft, MaskedDrafter
+from guided_spec.proposers.device_masks import DeviceMasks
+from guided_spec.proposers.draft_graphs import DraftGraphs
 from guided_spec.types import SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
@@ -83,13 +84,13 @@ def test_a_graph_that_waits_for_masks_drafts_the_same(
 ) -> None:
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     walks: list[int] = []
-    begin = MaskedDrafter.begin
+    launch = DraftGraphs.launch
 
-    def watched(*arguments: Any) -> MaskedDraft:
-        walks.append(len(arguments[1]))
-        return begin(*arguments)
+    def watched(*arguments: Any) -> DeviceMasks:
+        walks.append(len(arguments[2]))
+        return launch(*arguments)
 
-    monkeypatch.setattr(MaskedDrafter, "begin", watched)
+    monkeypatch.setattr(DraftGraphs, "launch", watched)
     found = generate(headed, f"{method}:mask", temperature)
     assert len(walks) > 10
     assert max(walks) == 3
@@ -111,13 +112,15 @@ def test_a_graph_that_walks_along_tables_drafts_the_same(
     """Alone, where nobody waits for the host, and beside texts without a table."""
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     waits: list[bool] = []
-    begin = MaskedDrafter.begin
+    launch = DraftGraphs.launch
 
-    def watched(*arguments: Any) -> MaskedDraft:
-        waits.append(arguments[3].needs_host)
-        return begin(*arguments)
+    def watched(*arguments: Any) -> DeviceMasks:
+        masks = launch(*arguments)
+        texts = arguments[4]
+        waits.append(texts is None or not texts.is_alone)
+        return masks
 
-    monkeypatch.setattr(MaskedDrafter, "begin", watched)
+    monkeypatch.setattr(DraftGraphs, "launch", watched)
     untabled = GrammarSpec.json_schema(SCHEMA).with_backend("llguidance")
     options: dict[str, Any] = {"max_batch_size": at_a_time, "grammar_tables": "always"}
     options["grammars"] = [GRAMMARS[0], untabled, GRAMMARS[1], GRAMMARS[3]]

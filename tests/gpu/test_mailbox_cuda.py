@@ -21,7 +21,7 @@ ROUNDS = 300
 def test_rows_filled_while_it_waits(words: int, count: int) -> None:
     """The same memory is filled anew for every draft: nothing of it may be read from a cache."""
     assert can_share(CUDA)
-    box = Mailbox(2, 64, words, CUDA)
+    box = Mailbox(2, 64, CUDA)
     rows = torch.zeros(2, count, words, dtype=torch.int32, pin_memory=True)
     addresses = [[row.data_ptr() for row in part] for part in rows]
     ticket = torch.zeros(1, dtype=torch.int64, device=CUDA)
@@ -58,7 +58,7 @@ def test_rows_filled_while_it_waits(words: int, count: int) -> None:
 
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "PATIENCE", 1000)
-    box, out = Mailbox(1, 4, 40, CUDA), torch.zeros(3, 40, dtype=torch.int32, device=CUDA)
+    box, out = Mailbox(1, 4, CUDA), torch.zeros(3, 40, dtype=torch.int32, device=CUDA)
     fetch_rows(box.orders[0], torch.tensor([box.begin()], device=CUDA), out)
     torch.cuda.synchronize()
     assert bool((out == -1).all())
@@ -66,7 +66,7 @@ def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", [1, 13, 4008])
 def test_the_kernels_do_what_torch_does(words: int) -> None:
-    box, host = Mailbox(1, 8, words, CUDA), Mailbox(1, 8, words, torch.device("cpu"))
+    box, host = Mailbox(1, 8, CUDA), Mailbox(1, 8, torch.device("cpu"))
     rows = torch.randint(-(2**31), 2**31, (3, words)).to(torch.int32).pin_memory()
     addresses = [row.data_ptr() for row in rows]
     for one in (box, host):

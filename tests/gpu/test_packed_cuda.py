@@ -29,6 +29,7 @@ from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
+from tests.whole_drafts import draft_greedily
 
 pytestmark = pytest.mark.gpu
 
@@ -202,7 +203,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
         for stock, walked in zip(found[:3], found[3:], strict=True):
             torch.testing.assert_close(walked, stock, rtol=1e-3, atol=1e-3)
         stock_head, packed_head = heads
-        walk = packed_head.whole(3).draft_greedily(slots, 3)
+        walk = draft_greedily(packed_head, head.vocabulary, slots, 3)
         for depth in range(3):
             scores = stock_head.logits(slots)
             rows = torch.arange(len(slots), device=CUDA)

@@ -40,7 +40,7 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
     """One graph, replayed for texts of other tables, beside texts whose rows the host fills."""
     texts, vocab_size = 9, 4100
     words = -(-vocab_size // 32)
-    box = Mailbox(STEPS, 16, words, CUDA)
+    box = Mailbox(STEPS, 16, CUDA)
     host = torch.full((words,), 5, dtype=torch.int32, pin_memory=True)
     address = [host.data_ptr()] * texts
     ticket = torch.full((1,), UNTICKETED, device=CUDA)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.host_masks import HostMasks
 from guided_spec.types import Draft
-from tests.law.world import EOS, K, number_of, tables
+from tests.law.world import EOS, number_of, tables
 
 
 class Fields:
@@ -38,7 +38,7 @@ class Fields:
 
     @property
     def drafted(self) -> list[list[int]]:
-        """What the draft begins with: nothing. ``WideLoop`` reads the tokens as tensors."""
+        """What the draft begins with: nothing. ``WideMasks`` reads the tokens as tensors."""
         assert len(self._rows) == 1
         return [[]] * len(self._limits)
 
@@ -47,7 +47,8 @@ class Fields:
         return [False] if self._is_held else self._is_open.tolist()
 
     def can_draft(self, count: int) -> bool:
-        assert count == 1
+        """A forward too many does no harm: the last token is not counted."""
+        del count
         return any(self.is_open)
 
     @contextmanager
@@ -101,18 +102,20 @@ class Fields:
         return number_of(self._forks, tokens)
 
 
-class WideLoop(DraftLoop):
-    """The package's draft loop, which reads the draft back as tensors instead of as lists."""
+class WideMasks(HostMasks):
+    """The package's masks of the host, whose draft is read as tensors instead of as lists."""
 
     def finish(self) -> Draft:
         fields: Any = self._lookahead
-        with fields.until(self._waiting_ends):
-            self._accept_drawn()
-        if any(self._most):
-            for chosen in self._chosen:
+        with fields.until(self._rows.masked_ends):
+            self.accept_masked()
+        if not self._is_masked:
+            for chosen in self.chosen:
                 fields.extend(chosen.tokens)
-        return self._with_probs(Draft(*fields.taken()))
-
-    def _may_go_on(self, depth: int) -> bool:
-        """Reads no lists either: a forward too many does no harm."""
-        return depth < K
+        draft, drawn_from = Draft(*fields.taken()), self.drawn_from
+        if drawn_from is None:
+            return draft
+        columns = None if self._vocabulary is None else self._vocabulary.columns
+        certain = None if drawn_from.rescued is None else drawn_from.rescued >= 0
+        whole = draft._replace(probs=drawn_from.probs, columns=columns, is_certain=certain)
+        return whole.cut(draft.token_ids.shape[1])

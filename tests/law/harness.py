@@ -19,8 +19,9 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.adjust import Adjustments, Bans, Penalties, RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import verify as decide
 from guided_spec.ops.sampling.warp import Sampling
+from guided_spec.proposers.draft_session import DraftRows
 from guided_spec.types import Draft, DraftPolicy, SamplingParams, Verifier
-from tests.law.fields import Fields, WideLoop
+from tests.law.fields import Fields, WideMasks
 from tests.law.world import (
     EOS,
     LENGTH,
@@ -71,7 +72,8 @@ class Case:
         """By the package's draft loop, with the world's draft table for a model."""
         batch = self.drafting(batch)
         vocabulary = REDUCED if self.kind == "starved" else None
-        loop = WideLoop(batch, cast("Lookahead", fields), POLICIES[self.kind], vocabulary)
+        lookahead = cast("Lookahead", fields)
+        masks = WideMasks(DraftRows.from_batch(batch, lookahead, POLICIES[self.kind]), vocabulary)
 
         def logits() -> Tensor:
             found = tables().draft[nodes]
@@ -82,8 +84,8 @@ class Case:
             nodes = number_of(nodes, token_ids)
             return logits()
 
-        loop.run(logits(), forward)
-        return loop.finish()
+        masks.draft(logits(), forward)
+        return masks.finish()
 
 
 class Rows:

@@ -24,7 +24,7 @@ from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.draft_loop import draft_autoregressively
+from guided_spec.proposers.host_masks import draft_autoregressively
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Draft, Verifier
 from tests.cases import pairwise

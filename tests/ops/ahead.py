@@ -188,7 +188,7 @@ def turn(shape: QkvShape, part: int) -> None:
 def follow_tables(count: int) -> None:
     """Likewise, of so many texts, at odd addresses as well as at even ones."""
     words, (ids, *sources) = num_mask_words(VOCAB_SIZE), torch.zeros(4, count, dtype=torch.int64)
-    box, ticket = Mailbox(2, count, words, CPU), torch.zeros(1, dtype=torch.int64)
+    box, ticket = Mailbox(2, count, CPU), torch.zeros(1, dtype=torch.int64)
     cursors = torch.zeros(count, table_rows.CURSOR, dtype=torch.int64)
     out = torch.empty(count, 2, words, dtype=torch.int32)
     for at, starved in enumerate((None, ids > 0)):

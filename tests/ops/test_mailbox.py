@@ -48,25 +48,31 @@ def beside(work: object) -> Iterator[None]:
 
 
 def test_rows_come_when_they_are_posted() -> None:
-    box, rows = Mailbox(2, 4, WORDS, CPU), torch.arange(4 * WORDS, dtype=torch.int32).view(4, WORDS)
+    box, rows = Mailbox(2, 4, CPU), torch.arange(4 * WORDS, dtype=torch.int32).view(4, WORDS)
     kept, out = rows[[2, 0, 1]], torch.zeros(3, WORDS, dtype=torch.int32)
     box.begin()
     with beside(lambda: fetch_rows(box.orders[1], ticket_of(box), out)):
         box.post(0, addresses(rows))  # another position's
         box.post(1, addresses(kept))
     assert torch.equal(out, kept)
+    box.begin()
+    first, _, last = addresses(kept)
+    box.post(0, [first, 0, last])
+    fetch_rows(box.orders[0], ticket_of(box), out)
+    kept[1] = -1  # forbids nothing
+    assert torch.equal(out, kept)
 
 
 def test_the_device_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "PATIENCE", 3)
-    box, out = Mailbox(1, 2, WORDS, CPU), torch.zeros(2, WORDS, dtype=torch.int32)
+    box, out = Mailbox(1, 2, CPU), torch.zeros(2, WORDS, dtype=torch.int32)
     box.begin()
     fetch_rows(box.orders[0], ticket_of(box), out)
     assert bool((out == -1).all())  # forbids nothing
 
 
 def test_nobody_waits_without_a_ticket_or_behind_a_release() -> None:
-    box, out = Mailbox(2, 2, WORDS, CPU), torch.zeros(2, WORDS, dtype=torch.int32)
+    box, out = Mailbox(2, 2, CPU), torch.zeros(2, WORDS, dtype=torch.int32)
     row = torch.full((2, WORDS), 7, dtype=torch.int32)
     box.begin()
     fetch_rows(box.orders[0], torch.tensor([UNTICKETED]), out)
@@ -86,7 +92,7 @@ drawn = st.lists(
 
 @given(drawn, st.integers(1, LAST_TICKET))
 def test_answers_arrive_whole(rows: list[tuple[int, bool]], ticket: int) -> None:
-    box = Mailbox(1, 8, WORDS, CPU)
+    box = Mailbox(1, 8, CPU)
     box.ticket = ticket - 1
     assert box.begin() == ticket
     ids = torch.tensor([token for token, _ in rows])
@@ -101,7 +107,7 @@ def test_answers_arrive_whole(rows: list[tuple[int, bool]], ticket: int) -> None
 
 def test_an_answer_to_another_draft_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "IMPATIENCE", 0.01)
-    box, out = Mailbox(1, 2, WORDS, CPU), torch.zeros(2, dtype=torch.int64)
+    box, out = Mailbox(1, 2, CPU), torch.zeros(2, dtype=torch.int64)
     box.begin()
     reply(torch.tensor([1, 2]), None, Report(ticket_of(box), box.replies[0], out))
     assert box.wait(0, 2, fail).token_ids == [1, 2]
@@ -113,7 +119,7 @@ def test_an_answer_to_another_draft_does_not_count(monkeypatch: pytest.MonkeyPat
 
 
 def test_tickets_begin_again() -> None:
-    box = Mailbox(1, 1, WORDS, CPU)
+    box = Mailbox(1, 1, CPU)
     box.ticket = LAST_TICKET
     assert box.begin() == 1 != UNTICKETED
 

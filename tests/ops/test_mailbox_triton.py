@@ -15,7 +15,7 @@ torch.manual_seed(0)
 for words in (1, 31, 1024, 1500):
     rows = torch.randint(-2**31, 2**31, (5, words)).to(torch.int32)
     for order in ([3], [1, 1, 4], [0, 1, 2, 3, 4]):
-        box = mailbox.Mailbox(2, 8, words, torch.device("cpu"))
+        box = mailbox.Mailbox(2, 8, torch.device("cpu"))
         box.begin()
         box.post(1, [rows[row].data_ptr() for row in order])
         for ticket, depth in ((box.ticket, 1), (0, 1), (box.ticket, 0)):

@@ -15,7 +15,8 @@ from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
 from guided_spec.guide import Batches, GuidedText
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.draft_session import DraftRows
+from guided_spec.proposers.host_masks import HostMasks
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DraftPolicy, SamplingParams
 from tests.toys import CPU, VOCAB_SIZE, VOCABULARY, Rule, ToyCompiled, ToyTarget
@@ -77,9 +78,9 @@ class ToyModel(Proposer):
                 text.append(token)
             return logits()
 
-        loop = DraftLoop(batch, lookahead, self._policy, None)
-        loop.run(logits(), forward)
-        return loop.in_flight()
+        masks = HostMasks(DraftRows.from_batch(batch, lookahead, self._policy), None)
+        masks.draft(logits(), forward)
+        return masks.in_flight()
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""

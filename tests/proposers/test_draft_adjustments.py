@@ -7,7 +7,7 @@ import torch
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
-from guided_spec.proposers.draft_loop import DraftAdjustments
+from guided_spec.proposers.host_masks import DraftAdjustments
 from guided_spec.types import SamplingParams
 from tests.toys import CPU, EOS, VOCAB_SIZE, toy_batch
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.slot_head import HeadRunner, SlotLimits
 from guided_spec.models.packed.blocks import Blocks
+from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
     CaptureWindow,
@@ -26,9 +27,9 @@ from guided_spec.models.packed.graph_pool import (
     pack_index,
     pad_rows,
     pad_to,
+    row_sizes,
 )
 from guided_spec.models.packed.packed_lm import LineShape, Rows, split_index
-from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.host import host_integers, to_device
 
@@ -71,12 +72,12 @@ class AheadRunner(HeadRunner, Protocol):
 
     @property
     def sources(self) -> GraphPool | None: ...
-    def whole(self, longest: int) -> WholeDrafts | None:
-        """What makes drafts of ``longest`` tokens by one graph, if anything does."""
+    def draft_forward(self, longest: int) -> DraftForward | None:
+        """What computes drafts of ``longest`` tokens in one graph, if anything does."""
         ...
 
-    def capture(self, longest: int) -> Iterator[None]:
-        """Capture the graphs for drafts of ``longest`` tokens, one at each ``next``."""
+    def capture(self) -> Iterator[None]:
+        """Capture the graphs of reading and of single steps, one at each ``next``."""
         ...
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
@@ -231,14 +232,13 @@ class PackedSlotHead:
         blocks: Blocks | None = None,
         window: CaptureWindow | None = None,
     ) -> None:
-        self._packed, self.vocabulary = packed, packed.head.vocabulary
+        self._packed = packed
         self.num_slots, self.max_length = limits.num_slots, limits.max_length
         self._limits, self._device, self._dtype = limits, device, dtype
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
         self.graphs = self.sources = GraphPool(device, window, is_on_side_stream=True)
-        self._whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
         width = packed.head.hidden_size
         # The last row is for the unused entries of a graph, whose slot is -1.
@@ -376,23 +376,22 @@ class PackedSlotHead:
         for slot in slots:
             self._depths[slot] += count - 1
 
-    def whole(self, longest: int) -> WholeDrafts:
-        """Makes drafts of any length by one graph; see ``AheadRunner``."""
+    def draft_forward(self, longest: int) -> DraftForward:
+        """The head itself: it computes drafts of any length; see ``AheadRunner``."""
         del longest
-        return self._whole
+        return self
 
     @torch.inference_mode()
-    def capture(self, longest: int) -> Iterator[None]:
-        """Capture the graphs of reading, of single steps and of greedy drafts."""
+    def capture(self) -> Iterator[None]:
+        """Capture the graphs of reading and of single steps."""
         yield from self.capture_reads()
         head = self._packed.head
-        for size in self._whole.row_sizes:
+        for size in row_sizes(self.num_slots):
             index = pack_index([[], []], size)
             fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "index": index}
             fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
             self.graphs.prepare(("append", size), fed, self._append_one)
             yield
-        yield from self._whole.capture_best(longest)
 
     @torch.inference_mode()
     def capture_reads(self) -> Iterator[None]:

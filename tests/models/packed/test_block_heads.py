@@ -115,7 +115,7 @@ def test_what_is_captured_serves_all(tmp_path: Path, target: PreTrainedModel, fo
     pair.window.largest = 5 * (WIDTH + 1)
     graphs = pair.reader.graphs
     with torch.inference_mode():
-        count = sum(1 for _ in pair.packed.capture(0))
+        count = sum(1 for _ in pair.packed.capture())
     assert count == len(graphs)
     assert count >= sum(size <= 5 for size in ROW_SIZES) + 5
     assert count <= len(ROW_SIZES) + len(SIZES)

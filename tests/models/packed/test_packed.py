@@ -32,6 +32,7 @@ from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build, make_line_lm
+from tests.whole_drafts import draft_greedily
 
 VOCAB = 64
 CPU = torch.device("cpu")
@@ -376,7 +377,7 @@ def test_a_greedy_walk_is_one_step_after_another(
     states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
     for head in (one_by_one, packed):
         head.read(slots, tokens, states)
-    walk = packed.whole(4).draft_greedily(slots, 4)
+    walk = draft_greedily(packed, found.vocabulary, slots, 4)
     for depth in range(4):
         logits = one_by_one.logits(slots)
         best = logits.argmax(-1)
@@ -402,7 +403,7 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
     counts, given = (2, 0, 3), torch.randint(VOCAB, (3, 3), generator=random_)
     for row, count in zip(given, counts, strict=True):
         row[count:] = -1
-    walk = packed.whole(5).draft_greedily(slots, 5, given)
+    walk = draft_greedily(packed, found.vocabulary, slots, 5, given)
     for depth in range(5):
         best = one_by_one.logits(slots).argmax(-1)
         best = best if found.vocabulary is None else found.vocabulary.to_target(best)
@@ -415,36 +416,8 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
             one_by_one.append(slots, best)
     assert one_by_one.depth(0) == packed.depth(0) == 4
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(packed.whole(5).draft_greedily(slots, 5), walk)  # nothing of it is left
-
-
-@pytest.mark.parametrize("num_given", [0, 2])
-def test_a_short_draft_is_the_beginning_of_one_that_was_captured(
-    num_given: int, tmp_path: Path
-) -> None:
-    target = build("llama")
-    write_eagle3(tmp_path, target)
-    found = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
-    slots, random_ = [2, 0, 3], torch.Generator().manual_seed(0)
-    drafts = []
-    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in (3, 7, 1)]
-    states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
-    given = torch.randint(VOCAB, (3, num_given), generator=random_) if num_given else None
-    for is_captured in (False, True):
-        _, packed = stock_and_packed(found)
-        whole = packed.whole(5)
-        if is_captured:
-            assert len(list(whole.capture_best(5))) == 2 * len(whole.row_sizes)
-        assert [whole.length(count) for count in (2, 5, 6)] == [5 if is_captured else 2, 5, 6]
-        packed.read(slots, tokens, states)
-        drafts.append(whole.draft_greedily(slots, 3, given).clone())
-        assert packed.depth(0) == (4 if is_captured else 2)
-        packed.rewind(slots)
-        drafts.append(whole.draft_greedily(slots, 5, given).clone())
-    short, long, beginning, again = drafts
-    assert torch.equal(short, beginning)
-    assert torch.equal(long, again)
-    assert torch.equal(short[:, num_given:], long[:, num_given:3])
+    # Nothing of it is left.
+    assert not torch.equal(draft_greedily(packed, found.vocabulary, slots, 5), walk)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +512,7 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
     if blocks is not None:  # as the engine does before a step
         assert all(blocks.grow(slot, length + 8) for slot in slots)
     packed.mark(slots)
-    walk = packed.whole(5).draft_greedily(slots, 5)
+    walk = draft_greedily(packed, head.vocabulary, slots, 5)
     packed.rewind(slots)
     for depth in range(5):
         torch.testing.assert_close(packed.logits(slots), stock.logits(slots), rtol=1e-4, atol=1e-4)

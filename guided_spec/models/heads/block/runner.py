@@ -18,10 +18,10 @@ from torch import Tensor
 
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.block.transitions import Transition
-from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
+from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
     CaptureWindow,
@@ -36,7 +36,6 @@ from guided_spec.models.packed.graph_pool import (
 from guided_spec.models.packed.heads import PackedBlock, index_of_blocks
 from guided_spec.models.packed.packed_lm import Rows, split_index
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
-from guided_spec.models.packed.whole_drafts import Pick, WholeDrafts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, store_keys_values
 from guided_spec.ops.host import to_device
 
@@ -76,15 +75,10 @@ class BlockReader(Protocol):
 
 
 class AheadReader(BlockReader, Protocol):
-    """A reader whose forwards are graphs; see ``PackedSlotHead``.
-
-    vocabulary: what the logits score; None: the target's own tokens.
-    """
+    """A reader whose forwards are graphs; see ``PackedSlotHead``."""
 
     @property
     def graphs(self) -> GraphPool: ...
-    @property
-    def vocabulary(self) -> DraftVocabulary | None: ...
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool: ...
     def read_ahead(self, new: ReadAhead) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
@@ -131,9 +125,6 @@ class BlockRunner:
         self._reader, self._ahead, self._device = reader, reader.ahead, device
         self.max_length, self.transition = reader.max_length, reader.transition
         self.width = min(width, reader.width)
-        self._whole: WholeDrafts | None = None
-        if reader.ahead is not None:
-            self._whole = WholeDrafts(reader.ahead.graphs, self, num_slots)
         self._depths, self._marks = ([0] * num_slots for _ in range(2))
         # Of each slot's block, where it has been computed since the last read.
         columns = max(self.width, 1)
@@ -212,23 +203,20 @@ class BlockRunner:
         assert self._ahead is not None
         self._ahead.commit(slot, count)
 
-    def whole(self, longest: int) -> WholeDrafts | None:
-        """What drafts ``longest`` tokens by one graph; None for more than a block has."""
-        return self._whole if 0 < longest <= self.width else None
+    def draft_forward(self, longest: int) -> DraftForward | None:
+        """What computes drafts of ``longest`` tokens in one graph; None for more than a block."""
+        return self if self._ahead is not None and 0 < longest <= self.width else None
 
-    def capture(self, longest: int) -> Iterator[None]:
-        """Capture the graphs for drafts of ``longest`` tokens, one at each ``next``."""
+    def capture(self) -> Iterator[None]:
+        """Capture the graphs of reading and of blocks, one at each ``next``."""
         if self._ahead is not None:
             yield from self._ahead.capture(self.width)
-        whole = self.whole(longest)
-        if whole is not None:
-            yield from whole.capture_best(longest)
 
     @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """What the logits score; None: the target's own tokens. See ``DraftForward``."""
+    def graphs(self) -> GraphPool:
+        """Where drafts are captured; see ``DraftForward``."""
         assert self._ahead is not None
-        return self._ahead.vocabulary
+        return self._ahead.graphs
 
     def has_graph(self, size: int, count: int) -> bool:
         """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
@@ -461,7 +449,7 @@ class PackedContextReader:
     ) -> None:
         head = packed.head
         self._packed, self._device, self._dtype = packed, device, dtype
-        self.transition, self.vocabulary = head.transition, head.vocabulary
+        self.transition = head.transition
         self.max_length, self.width = limits.max_length, head.layout.width
         self.size = head.hidden_size
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
@@ -555,7 +543,7 @@ class PackedMaskedReader:
     transition = None
 
     def __init__(self, head: Eagle3Head, slots: PackedSlotHead, width: int) -> None:
-        self._head, self._masks, self.vocabulary = head, head.masks(), head.vocabulary
+        self._head, self._masks = head, head.masks()
         self.width, self.size, self.max_length = width, head.hidden_size, slots.max_length
         self.slots, self.graphs = slots, slots.graphs
         self.length, self.release = slots.length, slots.release

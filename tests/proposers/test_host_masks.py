@@ -16,8 +16,9 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.sampling.rejection import dense_probs
-from guided_spec.proposers.draft_loop import DraftLoop, draft_autoregressively
+from guided_spec.proposers.draft_session import DraftRows
 from guided_spec.proposers.drafting import read_policy
+from guided_spec.proposers.host_masks import HostMasks, draft_autoregressively
 from guided_spec.step import Committed, commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs
@@ -50,16 +51,17 @@ class TableDrafter:
         self._policy, self._vocabulary = policy, vocabulary
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        return self.run(batch, lookahead).finish()
+        return self.run(batch, lookahead).in_flight().finish()
 
-    def run(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
+    def run(self, batch: DecodeBatch, lookahead: Lookahead) -> HostMasks:
         last = [
             [*context, *drafted][-1]
             for context, drafted in zip(batch.contexts, lookahead.drafted, strict=True)
         ]
-        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary)
-        loop.run(self.table[last], lambda token_ids: self.table[token_ids])
-        return loop
+        rows = DraftRows.from_batch(batch, lookahead, self._policy)
+        masks = HostMasks(rows, self._vocabulary)
+        masks.draft(self.table[last], lambda token_ids: self.table[token_ids])
+        return masks
 
     def release(self, slots: Sequence[int]) -> None:
         del slots
@@ -149,10 +151,11 @@ def test_a_draft_that_is_read_early_is_the_same(
         batch = toy_batch([[4]] * 5, constraints, k=4, limits=[4, 4, 4, 2, 0], params=params)
         batch.policies = tuple(one.draft_policy for one in params)
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        loop = TableDrafter("mask", vocabulary).run(batch, lookahead)
-        pending = loop.in_flight() if is_early else None
-        draft = loop.finish() if pending is None else pending.finish()
-        if pending is not None:
+        pending = TableDrafter("mask", vocabulary).run(batch, lookahead).in_flight()
+        first = pending.draft.token_ids.clone() if is_early else None
+        draft = pending.finish()
+        if first is not None:
+            assert torch.equal(first, draft.token_ids)
             read = pending.draft
             assert torch.equal(read.token_ids, draft.token_ids)
             assert bool((read.num_tokens >= draft.num_tokens).all())

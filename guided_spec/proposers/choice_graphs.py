@@ -1,4 +1,4 @@
-"""The choice of a draft's tokens, as a draft loop makes it: by itself, or as a CUDA graph.
+"""The choice of one draft token after another, each launched by itself or as a CUDA graph.
 
 And the sampling parameters of a CUDA graph that draws a draft.
 """
@@ -77,7 +77,7 @@ LARGEST_SAMPLED = 2**21
 
 
 class Chosen(NamedTuple):
-    """``DraftChoice``, as a draft loop uses it.
+    """``DraftChoice``, as ``HostMasks`` uses it.
 
     report: int64 [3, B]: the tokens, -1 where there is none; 1 where a row starved; the tokens as
         ids that a model can read, 0 where there is none.
@@ -101,7 +101,7 @@ class Chosen(NamedTuple):
         return self.report[2]
 
 
-class DraftChooser:
+class ChoiceGraphs:
     """``choose_draft`` for one drafter, from step to step; on CUDA by graphs.
 
     The kernels of a choice take the device some microseconds and the host a hundred to launch, once
@@ -131,7 +131,7 @@ class DraftChooser:
     @classmethod
     def on(
         cls, context: ProposerContext, target_ids: Tensor | None, sources: GraphPool | None = None
-    ) -> DraftChooser:
+    ) -> ChoiceGraphs:
         """For a proposer of ``context``: with graphs on CUDA, captured while its window is open."""
         device = context.device
         is_cuda = device.type == "cuda"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, DraftInFlight
+from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -26,11 +26,13 @@ from guided_spec.ops import mailbox
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, learned_head
-from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.device_masks import DeviceMasks
+from guided_spec.proposers.draft_graphs import DraftGraphs
+from guided_spec.proposers.draft_session import DraftRows, DraftSession
+from guided_spec.proposers.host_masks import HostMasks
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.proposers.masked_drafter import MaskedDraft, MaskedDrafter
 from guided_spec.step import speculative_step
-from guided_spec.types import Draft, SamplingParams
+from guided_spec.types import Draft, DraftPolicy, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
 from tests.loops import target_probs, toy_features
@@ -74,7 +76,7 @@ class Device(GraphPool):
     ) -> Any:
         self.join()
         name = key[0] if isinstance(key, tuple) else None
-        if not (isinstance(name, tuple) and name[0] == "masked"):
+        if not (isinstance(name, tuple) and name[0] == "draft"):
             return super().run(key, inputs, body, fixed, overlapped)
         held = self._captured[key].inputs
         for at, value in inputs.items():
@@ -121,20 +123,19 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A CPU reads at once what it is given: so a draft in flight is walked, although nobody is told.
     """
-    walk, in_flight = MaskedDraft.accept_drawn, DraftLoop.in_flight
+    accept, begin = DeviceMasks.accept_masked, DraftSession.__init__
 
-    def walk_and_wait(self: MaskedDraft, count: int | None = None) -> None:
-        walk(self, count)
-        if count is None:
-            Device.join()
+    def accept_and_wait(self: DeviceMasks) -> None:
+        accept(self)
+        Device.join()
 
-    def settled(self: DraftLoop, *launch_carry: Any) -> DraftInFlight:
-        if self._running is not None:
-            self._accept_drawn()
-        return in_flight(self, *launch_carry)
+    def settled(self: DraftSession, rows: DraftRows, masks: Any, *others: Any) -> None:
+        if isinstance(masks, DeviceMasks):
+            masks.accept_masked()
+        begin(self, rows, masks, *others)
 
-    monkeypatch.setattr(MaskedDraft, "accept_drawn", walk_and_wait)
-    monkeypatch.setattr(DraftLoop, "in_flight", settled)
+    monkeypatch.setattr(DeviceMasks, "accept_masked", accept_and_wait)
+    monkeypatch.setattr(DraftSession, "__init__", settled)
 
 
 def build(headed: Headed, *, is_waiting: bool, before: str = "") -> Any:
@@ -214,8 +215,8 @@ def test_the_next_draft_overwrites_nothing_of_one_that_is_verified(
     parts = [one for one in (found.token_ids, found.probs, found.is_certain) if one is not None]
     before = [one.clone() for one in parts]
     assert len(parts) > 1
-    assert proposer._masked is not None
-    for buffers in proposer._masked._buffers.values():
+    assert proposer._graphs is not None
+    for buffers in proposer._graphs._buffers.values():
         for one in (buffers.ids, buffers.probs, buffers.rescued):
             if one is not None:
                 one.fill_(7)
@@ -229,15 +230,15 @@ def test_the_host_launches_on_while_the_device_is_busy(
     headed: Headed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a block's forward before any token, with another one behind the first."""
-    waited, walk = list[int | None](), MaskedDraft.accept_drawn
+    waited, accept = list[int](), DeviceMasks.accept_up_to
 
-    def watched(self: MaskedDraft, count: int | None = None) -> None:
+    def watched(self: DeviceMasks, count: int) -> None:
         waited.append(count)
-        walk(self, count)
+        accept(self, count)
 
-    monkeypatch.setattr(MaskedDraft, "accept_drawn", watched)
+    monkeypatch.setattr(DeviceMasks, "accept_up_to", watched)
     draft(headed, (0.0,) * 3, (K,) * 3, is_waiting=True)
-    assert waited == ([1, None] if headed.name == "eagle3" else [None])
+    assert waited[:-1] == ([1, K] if headed.name == "eagle3" else [K])  # the last is finish's
 
 
 @TEMPERATURES
@@ -294,6 +295,55 @@ def check_same(found: Drafted, expected: Drafted) -> None:
         if expected.draft.probs is not None:
             one, other = (dense_probs(each.draft, VOCAB_SIZE) for each in (found, expected))
             torch.testing.assert_close(one[row, :length], other[row, :length])
+
+
+POLICIES: list[tuple[DraftPolicy | None, ...]] = [
+    ("validate",) * 3,
+    ("mask", "validate", None),
+    ("validate", None, None),
+]
+
+
+@TEMPERATURES
+@pytest.mark.parametrize("policies", POLICIES, ids=str)
+def test_the_same_draft_under_each_policy(
+    headed: Headed, temperatures: Sequence[float], policies: Sequence[DraftPolicy | None]
+) -> None:
+    """One graph for rows under masks, rows that the host checks afterwards, and free rows."""
+    drafts = []
+    for is_whole in (True, False):
+        proposer = build(headed, is_waiting=True)
+        batch = replace(make_batch(proposer, temperatures, (K, K, 2)), policies=tuple(policies))
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        if not is_whole:
+            proposer._graphs = None
+        flight = proposer.begin(batch, lookahead)
+        assert isinstance(flight, DraftSession)
+        assert isinstance(flight._masks, DeviceMasks if is_whole else HostMasks)
+        if "mask" not in policies and policies[1] is not None:
+            assert flight.serve_mailbox is None
+        drafts.append(Drafted(flight.finish(), lookahead.drafted, lookahead.starved))
+    check_same(*drafts)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_short_draft_is_the_beginning_of_one_that_was_captured(
+    headed: Headed, length: int
+) -> None:
+    drafts = []
+    for is_captured in (False, True):
+        proposer = build(headed, is_waiting=True)
+        graphs = proposer._graphs
+        if is_captured:
+            assert len(list(graphs.capture())) == 6 * len(graphs.row_sizes)
+        assert [graphs.length(n) for n in (1, K, K + 1)] == [K if is_captured else 1, K, K + 1]
+        batch = replace(make_batch(proposer, MIXED, (K,) * 3), num_draft_tokens=length)
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        found = proposer.begin(batch, lookahead).finish()
+        assert found.token_ids.shape[1] == length
+        drafts.append(Drafted(found, lookahead.drafted, lookahead.starved))
+    if headed.name in ("eagle3", "p_eagle"):  # the positions of other blocks see those after them
+        check_same(*drafts)
 
 
 @pytest.mark.parametrize("given", [(0, 0, 0), (1, 0, 4), (3, 2, 5)])
@@ -407,13 +457,13 @@ def test_a_chain_in_flight_changes_no_text(
     """Some requests are given forced text, and a free one is in the same batch."""
     monkeypatch.setattr(learned_head, "can_share", lambda _: True)
     given: list[bool] = []
-    begin = MaskedDrafter.begin
+    launch = DraftGraphs.launch
 
-    def watched(*arguments: Any) -> MaskedDraft:
-        given.append(arguments[3].prefix is not None)
-        return begin(*arguments)
+    def watched(*arguments: Any) -> DeviceMasks:
+        given.append(arguments[3] is not None)
+        return launch(*arguments)
 
-    monkeypatch.setattr(MaskedDrafter, "begin", watched)
+    monkeypatch.setattr(DraftGraphs, "launch", watched)
     chain = "chain:grammar_forced+eagle3:mask"
     found = generate(headed_llm, chain, temperature, verifier=verifier)
     assert [output.error for output in found] == [None] * len(PROMPTS)

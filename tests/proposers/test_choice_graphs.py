@@ -11,8 +11,8 @@ from torch import Tensor
 
 from guided_spec.models.packed.graph_pool import NOTHING, CaptureWindow, GraphPool, Inputs
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers import draft_chooser
-from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers import choice_graphs
+from guided_spec.proposers.choice_graphs import ChoiceGraphs
 from guided_spec.proposers.draft_model import DraftModel
 from guided_spec.types import SamplingParams
 from tests.draft_choices import MaskKind, check_chooser, check_walking
@@ -36,8 +36,8 @@ def test_a_chooser(
     top_k: int,
     largest: int,
 ) -> None:
-    monkeypatch.setattr(draft_chooser, "LARGEST", largest)
-    monkeypatch.setattr(draft_chooser, "LARGEST_SAMPLED", largest)
+    monkeypatch.setattr(choice_graphs, "LARGEST", largest)
+    monkeypatch.setattr(choice_graphs, "LARGEST_SAMPLED", largest)
     check_chooser((90, draft_size), TEMPERATURES[kind], mask, top_k, GraphPool(CPU))
 
 
@@ -90,7 +90,7 @@ class Repeating(GraphPool):
 @pytest.mark.parametrize("largest", [2**20, 0], ids=["graphs", "none"])
 @pytest.mark.parametrize("rows", [4, 9])  # as many as a graph has, and fewer
 def test_texts_walk_along_tables(monkeypatch: pytest.MonkeyPatch, rows: int, largest: int) -> None:
-    monkeypatch.setattr(draft_chooser, "LARGEST", largest)
+    monkeypatch.setattr(choice_graphs, "LARGEST", largest)
     check_walking(Repeating(CPU), rows)
 
 
@@ -98,7 +98,7 @@ def test_a_drafters_own_logits_are_read_where_they_lie() -> None:
     torch.manual_seed(0)
     whole = torch.randn(10, 40)
     graphs, sampling = Watched(), Sampling.stack([SamplingParams(temperature=0)] * 9, range(9), CPU)
-    chooser = DraftChooser(None, graphs, Holding(whole))
+    chooser = ChoiceGraphs(None, graphs, Holding(whole))
     for _ in range(3):
         found = chooser.choose(0, whole[:9], None, sampling, None)
         assert torch.equal(found.tokens, whole[:9].argmax(1))
@@ -123,7 +123,7 @@ def test_a_draft_model_captures_in_the_engines_window(monkeypatch: pytest.Monkey
         given.append(window)
         return GraphPool(CPU, window)
 
-    monkeypatch.setattr(draft_chooser, "GraphPool", pool)
+    monkeypatch.setattr(choice_graphs, "GraphPool", pool)
     draft = build("llama", vocab_size=VOCAB_SIZE)
     DraftModel(toy_context(device=torch.device("cuda"), draft=draft, window=window))
     assert len(given) == 1
