@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +16,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.ops.host import Download, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
@@ -29,27 +29,13 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, Verifier
 class PromptPiece(NamedTuple):
     """Prompt tokens for ``slot``, which come after the ``start`` that it holds already.
 
-    following: the token after them, which a head reads with the last one's hidden states; None
-    where it is not known.
+    tokens: of the whole text, for who reads hidden states; () where nobody does.
     """
 
     slot: int
     start: int
     token_ids: list[int]
-    following: int | None = None
-
-
-class BegunPrompt(NamedTuple):
-    """What is known of a text whose prompt is not read to its end.
-
-    tokens: of all of it. length: how many of them are read. states: the target's hidden states of
-    the last of these, [n, len(aux_hidden_layers) * H].
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    length: int
-    states: Tensor
+    tokens: Sequence[int] = ()
 
 
 class TargetOutput(NamedTuple):
@@ -59,15 +45,14 @@ class TargetOutput(NamedTuple):
     hidden_states: [B, K + 1, len(aux_hidden_layers) * H], in the order of the layers; None when the
         proposer asked for none.
     counts: [B] how many of the K + 1 tokens each row was read for; None for all.
-    prompts: the hidden states [n, len(aux_hidden_layers) * H] of prompts that it read besides, by
-        slot, as far as they are at hand.
+    prompts: the hidden states of prompts that it read besides; None for none.
     num_before: [B] tokens of prompts that each row was read for besides; () for none.
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
     counts: Sequence[int] | None = None
-    prompts: Mapping[int, Tensor] = MappingProxyType({})
+    prompts: HiddenStates | None = None
     num_before: Sequence[int] = ()
 
 
@@ -83,11 +68,9 @@ class DecodeBatch:
     sampling: the requests' parameters, on ``device``.
     mask_rows: host memory for the masks.
     num_draft_tokens: K for proposers that could draft without end.
-    features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
-        before the last one that became known since the request's previous step (all of the prompt
-        but its last token at the first); None where the proposer asked for none, and of texts of
-        ``prompts``. Each may be made when it is asked for, and made again when it is asked
-        for again.
+    states: the target's hidden states that became known since the last step, of all positions
+        but the last token's: of these requests but for those of ``prompts``, and for a proposer
+        that ``reads_prompts`` of other slots, whose prompts are not read to their ends.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None where no request has any.
@@ -99,7 +82,6 @@ class DecodeBatch:
     prompts: which the forward that verifies reads besides, of other slots, and of those of the
         batch that have only begun: of these nothing is known before; () where the engine hands
         none.
-    begun: of other slots, for who ``reads_prompts``: what became known since the last step.
     """
 
     slots: tuple[int, ...]
@@ -112,7 +94,7 @@ class DecodeBatch:
     num_draft_tokens: int
     vocab_size: int
     device: torch.device
-    features: Sequence[Tensor | None] = ()
+    states: HiddenStates = field(default_factory=HiddenStates)
     policies: tuple[DraftPolicy | None, ...] = ()
     verifier: Verifier = "rejection"
     adjustments: Adjustments | None = None
@@ -121,7 +103,6 @@ class DecodeBatch:
     sources: tuple[Hashable, ...] = ()
     traced: Sequence[int] = ()
     prompts: Sequence[PromptPiece] = ()
-    begun: Sequence[BegunPrompt] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -292,7 +273,8 @@ class Proposer(Protocol):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it reads ``DecodeBatch.begun``; a text's features then lack those tokens."""
+        """Whether it reads the states of prompts that are not read to their ends; a later
+        batch's ``states`` then lack those positions."""
         return False
 
     @property

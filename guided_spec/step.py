@@ -67,7 +67,8 @@ class Step(NamedTuple):
             return self.flight.carry(*committed)
         side.after_download(self.packed)
         side.borrow(self.accepted.token_ids, self.accepted.num_accepted)
-        side.borrow(self.output.hidden_states, *self.output.prompts.values())
+        prompts = self.output.prompts
+        side.borrow(self.output.hidden_states, *(prompts.tensors if prompts else ()))
         with side.use():
             return self.flight.carry(*committed)
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.core import Proposer
+from guided_spec.core import DecodeBatch, Proposer
 from guided_spec.masks.constraint import Constraint
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
 from guided_spec.ops.sampling.warp import warp
 from guided_spec.step import commit, speculative_step
@@ -52,6 +53,19 @@ def toy_features(proposer: Proposer, context: Sequence[int], start: int) -> Tens
     return torch.stack(rows) if rows and width else None
 
 
+def toy_states(
+    proposer: Proposer, batch: DecodeBatch, known: Sequence[int] | None = None
+) -> HiddenStates:
+    """Of each text of the batch but its last token. known: [B] positions that are known already."""
+    states = HiddenStates()
+    starts = known or [0] * len(batch)
+    for slot, context, start in zip(batch.slots, batch.contexts, starts, strict=True):
+        features = toy_features(proposer, context, start)
+        if features is not None:
+            states.push(slot, start, context, features)
+    return states
+
+
 def speculate(  # noqa: PLR0913
     target: ToyTarget,
     proposer: Proposer,
@@ -81,10 +95,7 @@ def speculate(  # noqa: PLR0913
         )
         batch.verifier = "rejection" if params is None else "coupled"
         batch.slots = tuple(live)
-        batch.features = tuple(
-            toy_features(proposer, context, known[row])
-            for row, context in zip(live, batch.contexts, strict=True)
-        )
+        batch.states = toy_states(proposer, batch, [known[row] for row in live])
         for row, context in zip(live, batch.contexts, strict=True):
             known[row] = len(context) - 1
         step = speculative_step(target, proposer, batch)

@@ -126,8 +126,8 @@ def head_reader() -> Callable[[], None]:
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
 
     def read() -> None:
-        target.read([PromptPiece(0, 0, prompt[:-1])])
-        head.begin(replace(batch, features=target.states.take([0])), lookahead)
+        target.read([PromptPiece(0, 0, prompt[:-1], prompt)])
+        head.begin(replace(batch, states=target.states.take([0])), lookahead)
 
     return read
 

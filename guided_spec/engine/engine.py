@@ -74,9 +74,9 @@ class Engine:
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
         self._intake = Intake(scheduler, model, config.longest_draft, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
-        shared = (proposer, layers, scheduler, prefixes, self._slow)
+        shared = (proposer, scheduler, prefixes, self._slow)
         own = (config, model, self._window)
-        self.planner = Planner(*shared, *own, is_parallel=self._is_parallel)
+        self.planner = Planner(*shared, *own, layers=layers, is_parallel=self._is_parallel)
         side = SideStream.none() if model.blocks is None else model.blocks.side
         self._runner = StepRunner(
             *shared, target=self.target, intake=self._intake, batches=self._batches, side=side

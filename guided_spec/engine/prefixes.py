@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target.states import KeptStates
 from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.packed.blocks import BLOCK
 
 
@@ -24,7 +24,7 @@ class Prefixes:
         self,
         scheduler: Scheduler,
         model: CausalLM,
-        states: KeptStates,
+        states: HiddenStates,
         layers: tuple[int, ...],
         *,
         uses_cache: bool,
@@ -99,7 +99,7 @@ class Prefixes:
         if not self._model.can_copy(length):
             return False
         self._model.copy_slot(source.text.slot, [request.text.slot], length)
-        self._states.copy(source.text.slot, request.text.slot)
+        self._states.copy(source.text.slot, request.text.slot, request.text.tokens)
         request.num_cached, request.text.prefill = length, source.text.prefill
         request.state = request.after_prompt
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import (
-    BegunPrompt,
     DecodeBatch,
     DraftInFlight,
     PromptPiece,
@@ -35,6 +34,7 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
+from guided_spec.models.hidden_states import HiddenStates, Unread
 from guided_spec.models.packed.heads import PackedBlock, PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import AheadRunner, PackedSlotHead, ReadAhead
 from guided_spec.models.packed_form import is_packed_on
@@ -60,19 +60,6 @@ class _ReadAhead(NamedTuple):
 
     rows: dict[int, tuple[int, int]]
     packed: Download
-
-
-class _Piece(NamedTuple):
-    """Verified tokens that are not read yet, and the target's hidden states [n, H] before them."""
-
-    token_ids: Sequence[int]
-    states: Tensor
-
-    def split(self, at: int) -> tuple[_Piece, _Piece]:
-        return (
-            _Piece(self.token_ids[:at], self.states[:at]),
-            _Piece(self.token_ids[at:], self.states[at:]),
-        )
 
 
 class LearnedHead(Proposer):
@@ -138,7 +125,8 @@ class LearnedHead(Proposer):
         head, lengths = self._ahead, [len(context) for context in batch.contexts]
         if head is None or output.hidden_states is None:
             return None
-        self._read_prompts(batch.prompts, output.prompts)
+        if output.prompts:
+            self._read_prompts(batch.prompts, output.prompts)
         pairs = enumerate(zip(batch.slots, lengths, strict=True))
         rows = [row for row, (slot, length) in pairs if 1 < length == head.length(slot) + 1]
         counts = output.counts or [accepted.token_ids.shape[1]] * len(batch)
@@ -270,92 +258,75 @@ class LearnedHead(Proposer):
                     head.commit(slot, num_accepted + 1)
 
     def _read(self, batch: DecodeBatch) -> None:
-        """Read what was verified and is not read yet."""
-        if not batch.features and batch.num_draft_tokens == 0:  # no request ever drafts
+        """Read what is known and not read yet, of prompts that have only begun too."""
+        if not batch.states and batch.num_draft_tokens == 0:
             return
-        head, pieces = self._head, dict[int, _Piece]()
-        coming = {prompt.slot for prompt in batch.prompts}
-        for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
+        head, unread = self._head, dict[int, Unread]()
+        coming = {prompt.slot for prompt in batch.prompts}  # read by this step's own forward
+        own = [slot for slot in batch.slots if slot not in coming]
+        for slot in {*own, *batch.states}:
             head.adopt(slot)
-            if slot in coming:  # its prompt is read by this step's own forward
-                continue
-            missing = len(context) - 1 - head.length(slot)
-            if missing != 0:  # else it was read ahead, or earlier in this step
-                pieces[row] = self._take(batch, row, missing)
-        rests: dict[int, _Piece] = {}
-        shared = [self._share(batch, rows, pieces, rests) for rows in shared_prompts(batch)]
-        self._read_pieces(batch, pieces)
-        self._read_begun(batch.begun)
+            found = batch.states.pull(slot, head.length(slot))
+            if found is not None:  # else it was read ahead, or earlier in this step
+                unread[slot] = found
+        rests: dict[int, Unread] = {}
+        shared = [self._share(batch, rows, unread, rests) for rows in shared_prompts(batch)]
+        self._read_unread(unread)
         for first, *others in filter(None, shared):
-            head.copy_slot(batch.slots[first], [batch.slots[row] for row in others])
-        self._read_pieces(batch, {row: rest for row, rest in rests.items() if rest.token_ids})
+            head.copy_slot(first, others)
+        self._read_unread({slot: rest for slot, rest in rests.items() if rest.token_ids})
+        if batch.num_draft_tokens > 0:
+            self._check_read(batch, coming)
+
+    def _check_read(self, batch: DecodeBatch, coming: Container[int]) -> None:
+        for slot, context in zip(batch.slots, batch.contexts, strict=True):
+            wanted, known = len(context) - 1, self._head.length(slot)
+            if slot not in coming and known != wanted:
+                raise ModelError(
+                    f"slot {slot}: the draft head needs the target's hidden states of {wanted} "
+                    f"tokens, and has those of {known}; push the others to batch.states"
+                )
 
     def _share(
         self,
         batch: DecodeBatch,
         rows: Sequence[int],
-        pieces: dict[int, _Piece],
-        rests: dict[int, _Piece],
+        unread: dict[int, Unread],
+        rests: dict[int, Unread],
     ) -> list[int]:
-        """The holder of the prompt of ``rows`` after ``pieces``, then the rows that copy it.
+        """The slot that holds the prompt of ``rows`` once ``unread`` is read, then those that copy
+        it.
 
-        Empty where no row takes it. Moves to ``rests`` what is read after it.
+        Empty where no slot takes it. Moves to ``rests`` what is read after it.
         """
         head, length = self._head, batch.prompt_lengths[rows[0]] - 1
-        lengths = {row: head.length(batch.slots[row]) for row in rows}
-        new = [row for row in rows if row in pieces and lengths[row] == 0 < length]
-        holders = [row for row in rows if row not in pieces and lengths[row] == length]
+        slots = [batch.slots[row] for row in rows]
+        new = [slot for slot in slots if slot in unread and head.length(slot) == 0 < length]
+        holders = [slot for slot in slots if slot not in unread and head.length(slot) == length]
         if len(holders[:1]) + len(new) < 2:
             return []
-        for row in new:
-            prompt, rests[row] = pieces.pop(row).split(length)
+        for slot in new:
+            prompt, rests[slot] = unread.pop(slot).split(length)
         if not holders:
-            pieces[new[0]] = prompt
+            unread[new[0]] = prompt
         return [*holders[:1], *new]
 
-    def _read_prompts(self, prompts: Sequence[PromptPiece], states: Mapping[int, Tensor]) -> None:
-        """states: of the prompts' tokens, by slot. Where they do not go on with what the head has
-        read, they are read later, from all that is kept."""
+    def _read_prompts(self, prompts: Sequence[PromptPiece], states: HiddenStates) -> None:
+        """Read ``states`` of the prompts. Where they do not go on with what the head has read, they
+        are read later, from all that is kept."""
+        unread = dict[int, Unread]()
         for prompt in prompts:
             self._head.adopt(prompt.slot)
-        tokens = {
-            prompt.slot: [*prompt.token_ids[1:], prompt.following]
-            for prompt in prompts
-            if prompt.following is not None
-            and prompt.slot in states
-            and self._head.length(prompt.slot) == prompt.start
-        }
-        if tokens:
-            self._head.read([*tokens], [*tokens.values()], [states[slot] for slot in tokens])
+            found = states.pull(prompt.slot, self._head.length(prompt.slot))
+            if found is not None:
+                unread[prompt.slot] = found
+        self._read_unread(unread)
 
-    def _read_begun(self, begun: Sequence[BegunPrompt]) -> None:
-        for one in begun:
-            self._head.adopt(one.slot)
-        known = [self._head.length(one.slot) for one in begun]
-        # Else an earlier draft of this step has read it.
-        new = [pair for pair in zip(begun, known, strict=True) if pair[1] < pair[0].length]
-        if new:
-            tokens = [one.tokens[have + 1 : one.length + 1] for one, have in new]
-            states = [one.states[have - one.length :] for one, have in new]
-            self._head.read([one.slot for one, _ in new], tokens, states)
-
-    def _take(self, batch: DecodeBatch, row: int, count: int) -> _Piece:
-        """The last ``count`` of the tokens whose states are known; what was read ahead is not."""
-        states = batch.features[row] if batch.features else None
-        known = 0 if states is None else len(states)
-        if states is None or not 0 < count <= known:
-            raise ModelError(
-                f"slot {batch.slots[row]}: the draft head needs the target's hidden states of "
-                f"{count} tokens, and batch.features holds {known}"
-            )
-        return _Piece(batch.contexts[row][-count:], states[known - count :])
-
-    def _read_pieces(self, batch: DecodeBatch, pieces: Mapping[int, _Piece]) -> None:
-        rows = sorted(pieces)
-        if rows:
-            tokens = [pieces[row].token_ids for row in rows]
-            states = [pieces[row].states for row in rows]
-            self._head.read([batch.slots[row] for row in rows], tokens, states)
+    def _read_unread(self, unread: Mapping[int, Unread]) -> None:
+        slots = sorted(unread)
+        if slots:
+            tokens = [unread[slot].token_ids for slot in slots]
+            self._head.read(slots, tokens, [unread[slot].states for slot in slots])
 
     def _append_drafted(
         self, slots: Sequence[int], drafted: Sequence[Sequence[int]], device: torch.device

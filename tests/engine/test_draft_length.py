@@ -27,6 +27,7 @@ from guided_spec.engine.steps.draft_length import (
     StepTaken,
     draft_lengths,
 )
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.by_chance import draft_by_chance
@@ -202,7 +203,7 @@ def test_who_begins_without_a_draft() -> None:
         slots=(0, 2, 3, 5),
         num_draft_tokens=K,
         prompts=[PromptPiece(slot, 0, [1, 2, 3]) for slot in (2, 3, 4)],
-        begun=(),
+        states=HiddenStates(),
     )
     committed = [Committed([1, 2], 1), Committed([1], 0), Committed([1, 2, 3], 2), Committed([], 0)]
     taken = StepTaken.of(batch, K, committed, [4, 0, 2, 0], 0.5)

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.target.states import TakenStates
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
@@ -28,6 +26,7 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.loading import load_head
+from guided_spec.models.hidden_states import HiddenStates, Unread
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.host import Download
 from guided_spec.proposers.learned_head import LearnedHead
@@ -176,7 +175,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, spec: str) -> Counter[str]:
     calls = Counter[str]()
     kind: Any = BlockRunner if spec.partition(":")[0] in BLOCKS else PackedSlotHead
     read_ahead, commit, read = kind.read_ahead, kind.commit, kind.read
-    cut = TakenStates.__getitem__
+    pull = HiddenStates.pull
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
@@ -191,14 +190,15 @@ def ahead(monkeypatch: pytest.MonkeyPatch, spec: str) -> Counter[str]:
         read(*arguments)
         calls["confirmed"] = before  # what is read when it is known needs no confirmation
 
-    def cutting(states: TakenStates, at: int) -> Tensor | None:
-        calls["asked"] += 1
-        return cut(states, at)
+    def pulling(states: HiddenStates, slot: int, start: int) -> Unread | None:
+        found = pull(states, slot, start)
+        calls["asked"] += found is not None
+        return found
 
     monkeypatch.setattr(kind, "read_ahead", reading)
     monkeypatch.setattr(kind, "commit", committing)
     monkeypatch.setattr(kind, "read", told)
-    monkeypatch.setattr(TakenStates, "__getitem__", cutting)
+    monkeypatch.setattr(HiddenStates, "pull", pulling)
     return calls
 
 

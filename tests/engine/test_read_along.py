@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -134,13 +135,18 @@ def test_no_draft_waits_for_the_prompt_that_a_step_has_read(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, proposer: str
 ) -> None:
     """The head reads it behind the forward; a draft finds all of it read."""
-    read, waited = LearnedHead._read_pieces, list[int]()
+    read, waited = LearnedHead._read, list[int]()
 
-    def reading(head: Any, batch: Any, pieces: Any) -> None:
-        waited.extend(len(piece.token_ids) for piece in pieces.values())
-        read(head, batch, pieces)
+    def reading(head: Any, batch: DecodeBatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(head, "_read_unread", partial(noting, head._read_unread))
+            read(head, batch)
 
-    monkeypatch.setattr(LearnedHead, "_read_pieces", reading)
+    def noting(read_unread: Any, unread: Any) -> None:
+        waited.extend(len(one.token_ids) for one in unread.values())
+        read_unread(unread)
+
+    monkeypatch.setattr(LearnedHead, "_read", reading)
     params = [replace(p, seed=row) for row, p in enumerate(PARAMS)]
     found = list[Any]()
     for _ in range(2):
@@ -304,9 +310,12 @@ def test_a_row_is_what_two_forwards_give(name: str) -> None:
     texts = prompts_of([9, 6, 30], 300, 0)
     drafts, most = torch.tensor([[0, 0], [7, 8], [9, 0]]), (0, 2, 1)
     known: Any = Known(Draft(drafts, torch.tensor(most)), most)
-    begun = [PromptPiece(1, 0, texts[1][:-1]), PromptPiece(2, 0, texts[2][:10])]
-    rest = [PromptPiece(2, 10, texts[2][10:-1]), PromptPiece(3, 0, [5, 6, 7])]
-    rest.append(PromptPiece(0, 0, texts[0][:-1]))
+    later = [[*text, 1, 2, 3] for text in texts]  # once the step is committed
+    begun = [PromptPiece(1, 0, texts[1][:-1], later[1])]
+    begun.append(PromptPiece(2, 0, texts[2][:10], later[2]))
+    other = [5, 6, 7, 8]
+    rest = [PromptPiece(2, 10, texts[2][10:-1], later[2]), PromptPiece(3, 0, other[:-1], other)]
+    rest.append(PromptPiece(0, 0, texts[0][:-1], later[0]))
     outputs, states = list[Any](), list[Any]()
     for is_apart in (True, False):
         lm = make_line_lm(model, num_slots=4, max_length=60, longest_draft=3)
@@ -319,12 +328,14 @@ def test_a_row_is_what_two_forwards_give(name: str) -> None:
         )
         outputs.append(target.verify(batch, known))
         target.commit(batch, [0, 1, 0], outputs[-1])
-        states.append([*target.states.take([0, 1, 2, 3])])
+        pulled = [target.states.pull(slot, 0) for slot in range(4)]
+        states.append([one.states for one in pulled if one is not None])
     assert outputs[0].counts == outputs[1].counts == [1, 3, 2]
     for row, count in enumerate([1, 3, 2]):
         for part in range(2):
             found, wanted = (output[part][row, :count] for output in reversed(outputs))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert [len(one) for one in states[0]] == [9, 7, 30, 3]
     for found, wanted in zip(*reversed(states), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 

@@ -24,7 +24,7 @@ from guided_spec.proposers import build_proposer, register_proposer
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, SamplingParams
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
-from tests.loops import plain_greedy, speculate, toy_features
+from tests.loops import plain_greedy, speculate, toy_states
 from tests.models.tiny import build
 from tests.toys import (
     VOCAB_SIZE,
@@ -125,7 +125,7 @@ def make_batch(proposer: Proposer, k: int, temperature: float) -> DecodeBatch:
     constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in RULES]
     params = [SamplingParams(temperature=temperature)] * len(RULES)
     batch = toy_batch(CONTEXTS, constraints, k=k, limits=LIMITS, params=params)
-    batch.features = tuple(toy_features(proposer, context, 0) for context in CONTEXTS)
+    batch.states = toy_states(proposer, batch)
     return batch
 
 

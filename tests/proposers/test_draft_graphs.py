@@ -35,7 +35,7 @@ from guided_spec.step import speculative_step
 from guided_spec.types import Draft, DraftPolicy, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
-from tests.loops import target_probs, toy_features
+from tests.loops import target_probs, toy_states
 from tests.tiny_llm import VOCAB_SIZE as LLM_VOCAB_SIZE
 from tests.tiny_llm import make_llm
 from tests.toys import (
@@ -157,7 +157,7 @@ def make_batch(
     constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in RULES]
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     batch = toy_batch(CONTEXTS, constraints, k=K, limits=limits, params=params)
-    batch.features = [toy_features(proposer, context, 0) for context in CONTEXTS]
+    batch.states = toy_states(proposer, batch)
     return batch
 
 
@@ -396,7 +396,7 @@ def test_the_law_behind_forced_text(headed: Headed) -> None:
             params=[SamplingParams(temperature=1.0)] * ROWS,
             seeds=range(start, start + ROWS),
         )
-        batch.features = [toy_features(proposer, prompt, 0)] * ROWS
+        batch.states = toy_states(proposer, batch)
         step = speculative_step(target, proposer, batch)
         proposer.release(range(ROWS))
         accepted += int((step.accepted.num_accepted - len(PREFIX)).sum())

@@ -92,7 +92,8 @@ class StepTaken(NamedTuple):
 
         drafted: [B] tokens of each draft.
         """
-        num_read = sum(len(prompt.token_ids) for prompt in batch.prompts) + len(batch.begun)
+        begun = set(batch.states) - set(batch.slots)
+        num_read = sum(len(prompt.token_ids) for prompt in batch.prompts) + len(begun)
         accepted = [row.num_accepted for row in committed]
         coming = {prompt.slot for prompt in batch.prompts}
         pairs = zip(batch.slots, drafted, strict=True)

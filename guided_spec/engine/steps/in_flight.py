@@ -22,7 +22,7 @@ class Piece(NamedTuple):
         """Up to ``most`` tokens of what is not read of a request."""
         start, tokens = request.num_cached, request.text.tokens
         end = start + min(most, request.num_unread)
-        return cls(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens[end]))
+        return cls(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens))
 
 
 class Plan(NamedTuple):

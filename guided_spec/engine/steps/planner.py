@@ -81,13 +81,13 @@ class Planner:
     """
 
     proposer: Proposer
-    layers: tuple[int, ...]
     scheduler: Scheduler
     prefixes: Prefixes
     slow: SlowTexts
     config: EngineConfig
     model: CausalLM
     window: CaptureWindow
+    layers: tuple[int, ...]
     is_parallel: bool
     turns: Turns = Turns()
     policies: Mapping[bool, DraftLengthPolicy] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from guided_spec.core import BegunPrompt, DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, Proposer
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State, count_step
 from guided_spec.engine.scheduler import Intake, Scheduler
@@ -29,11 +29,10 @@ from guided_spec.trace.record import see_step
 class StepRunner:
     """Runs the steps of an engine, whose parts these are.
 
-    layers: hidden states that the proposer reads. side: the stream on which drafts are made.
+    side: the stream on which drafts are made.
     """
 
     proposer: Proposer
-    layers: tuple[int, ...]
     scheduler: Scheduler
     prefixes: Prefixes
     slow: SlowTexts
@@ -110,26 +109,19 @@ class StepRunner:
     def _batch(self, plan: Plan) -> DecodeBatch:
         """What the step reads and decodes."""
         texts, states = [request.text for request in plan.requests], self.target.states
-        slots, coming = [text.slot for text in texts], {piece.tokens.slot for piece in plan.pieces}
-        features = states.take(slots, coming) if self.layers else ()
+        # The states of a prompt that this step reads are kept until all of them are there.
+        coming = {piece.tokens.slot for piece in plan.pieces}
+        slots = [text.slot for text in texts if text.slot not in coming]
+        for request in plan.begun:
+            if request.text.slot in states:
+                request.is_begun = True
+                slots.append(request.text.slot)
         return replace(
             self.batches.make(texts, max(0, plan.num_draft_tokens)),
-            features=features,
+            states=states.take(slots),
             traced=[at for at, request in enumerate(plan.requests) if request.trace is not None],
             prompts=[piece.tokens for piece in plan.pieces],
-            begun=self._begun(plan.begun),
         )
-
-    def _begun(self, requests: Sequence[Request]) -> list[BegunPrompt]:
-        """What became known of these prompts since the last step."""
-        begun = list[BegunPrompt]()
-        slots = [request.text.slot for request in requests]
-        found = self.target.states.take(slots) if slots else ()
-        for request, states in zip(requests, found, strict=True):
-            if states is not None:
-                request.is_begun, text = True, request.text
-                begun.append(BegunPrompt(text.slot, text.tokens, request.num_cached, states))
-        return begun
 
     def _append(self, flight: StepInFlight, committed: Sequence[Committed]) -> None:
         """Give each request what the step committed to it, and share what is in the cache."""

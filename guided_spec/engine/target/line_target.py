@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.engine.target.rows import fed_rows
-from guided_spec.engine.target.states import KeptStates
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
 from guided_spec.ops.host import to_device
@@ -65,10 +65,10 @@ class _Line(NamedTuple):
 
 
 class _LineRead(NamedTuple):
-    """A line's forward. prompts: the hidden states of its prompts, by slot, if any are captured."""
+    """A line's forward. prompts: the hidden states of its prompts, if any are captured."""
 
     output: LineOutput
-    prompts: dict[int, Tensor]
+    prompts: HiddenStates | None = None
 
 
 class ForwardAhead(NamedTuple):
@@ -116,7 +116,7 @@ class LineTarget:
 
     def __init__(self, model: LineLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
-        self.states = KeptStates()
+        self.states = HiddenStates()
 
     @property
     def launches_at_once(self) -> bool:
@@ -143,7 +143,9 @@ class LineTarget:
         fed = [[*map(sum, zip(many, before, strict=True))] for many in (keep, output.counts)]
         self._model.commit(*fed)
         if output.hidden_states is not None:
-            self.states.add(batch.slots, keep, output.hidden_states)
+            starts = [len(context) - 1 for context in batch.contexts]
+            contexts, hidden = batch.contexts, output.hidden_states
+            self.states.push_rows(batch.slots, starts, contexts, keep, hidden)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> ForwardAhead | None:
         """Launch the forward over ``token_ids`` int64 [B, 1] before the host has read them.
@@ -231,12 +233,12 @@ class LineTarget:
         if line.own is not None:
             token_ids = token_ids[to_device(line.order(), device)]
         output = self._model.forward_line(token_ids, line.rows, self._layers, serve_mailbox)
-        found = dict[int, Tensor]()
-        if output.hidden_states is not None and prompts:
-            # A copy: the next forward overwrites these, and a proposer reads them after it.
-            hidden = output.hidden_states.clone()
-            for piece, first in line.pieces():
-                states = hidden[first : first + len(piece.token_ids)]
-                found[piece.slot] = states
-                self.states.add([piece.slot], [len(states)], states.unsqueeze(0))
+        if output.hidden_states is None or not prompts:
+            return _LineRead(output)
+        # A copy: the next forward overwrites these, and a proposer reads them after it.
+        hidden, found = output.hidden_states.clone(), HiddenStates()
+        for piece, first in line.pieces():
+            states = hidden[first : first + len(piece.token_ids)]
+            for one in (found, self.states):
+                one.push(piece.slot, piece.start, piece.tokens, states)
         return _LineRead(output, found)

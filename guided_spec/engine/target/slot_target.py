@@ -8,7 +8,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.engine.target.rows import fed_rows
-from guided_spec.engine.target.states import KeptStates
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.host import pad_ids
@@ -24,7 +24,7 @@ class SlotTarget:
 
     def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
-        self.states = KeptStates()
+        self.states = HiddenStates()
 
     def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over rows as long as the longest draft; see ``Target.verify``."""
@@ -40,17 +40,19 @@ class SlotTarget:
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep, [output.logits.shape[1]] * len(keep))
         if output.hidden_states is not None:
-            self.states.add(batch.slots, keep, output.hidden_states)
+            starts = [len(context) - 1 for context in batch.contexts]
+            contexts, hidden = batch.contexts, output.hidden_states
+            self.states.push_rows(batch.slots, starts, contexts, keep, hidden)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """None: a forward of stock modules keeps the host busy."""
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own, padded to the longest one."""
-        slots, starts, tokens, _ = zip(*prompts, strict=True)
-        counts = [len(row) for row in tokens]
-        inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
+        slots, starts, token_ids, texts = zip(*prompts, strict=True)
+        counts = [len(row) for row in token_ids]
+        inputs = SlotInputs(pad_ids(token_ids, max(counts)), slots, starts, counts)
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
         self._model.commit(counts, counts)
         if output.hidden_states is not None:
-            self.states.add(slots, counts, output.hidden_states)
+            self.states.push_rows(slots, starts, texts, counts, output.hidden_states)

@@ -10,8 +10,8 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetModel, TargetOutput
 from guided_spec.engine.target.line_target import LineTarget
 from guided_spec.engine.target.slot_target import SlotTarget
-from guided_spec.engine.target.states import KeptStates
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.slot_lm import SlotLM
 
@@ -22,7 +22,7 @@ class Target(Protocol):
     states: the hidden states that a proposer asked for, of what was read and committed.
     """
 
-    states: KeptStates
+    states: HiddenStates
 
     @property
     def launches_at_once(self) -> bool:
