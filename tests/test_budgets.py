@@ -17,10 +17,10 @@ BUDGETS = {
     "evaluate": 1_020,
     "grammar": 18_490,  # 1,530 more: custom tools, endings, resources, drafts, unions
     "integrations": 8_195,  # 5 more: options that are suggested
-    "masks": 1_750,
-    "models": 10_560,
+    "masks": 1_760,  # 10 more: tokens that a device drew freely
+    "models": 10_570,
     "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
-    "proposers": 3_280,  # 100 more: the graphs of whole drafts, which were in models
+    "proposers": 3_240,  # 60 more: the graphs of whole drafts, which were in models
     "server": 4_660,  # 490 more: custom tools, responses that are stored, counted tokens
     "trace": 760,
     "training": 6_430,

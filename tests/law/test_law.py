@@ -243,10 +243,13 @@ def test_the_harness_drafts_as_the_package_does(kind: str, setting: str) -> None
     fields = Fields(nodes, torch.tensor(real.limits))
     found = case.draft(wide, fields, nodes)
     assert torch.equal(found.num_tokens, expected.num_tokens)
-    assert torch.equal(found.token_ids, expected.token_ids)
+    expected = expected.cut(found.token_ids.shape[1])
+    is_drafted = torch.arange(found.token_ids.shape[1]) < found.num_tokens.unsqueeze(1)
+    assert torch.equal(found.token_ids[is_drafted], expected.token_ids[is_drafted])
     assert (found.probs is None) == (expected.probs is None)
     if found.probs is not None:
-        assert torch.equal(dense_probs(found, VOCAB_SIZE), dense_probs(expected, VOCAB_SIZE))
+        both = (dense_probs(draft, VOCAB_SIZE)[is_drafted] for draft in (found, expected))
+        assert torch.equal(*both)
     width = found.token_ids.shape[1]
     check_masks(fields.finish(width), cast("Tensor", lookahead.finish(width)))
     check_rules(adjustments(case.params, rows.tokens[live]), real.adjustments)
