@@ -297,16 +297,16 @@ class Lookahead:
         starts: [B] the position in each draft of the first token drawn.
         """
         self._wake()
-        rows = (zip(*one, strict=True) for one in (token_ids, starved))
-        for draft, tokens, flags, start in zip(self._drafts, *rows, starts, strict=True):
+        for draft in self._drafts:
             if not draft.is_drafting:
                 continue
-            first = len(draft.drafted) - start
+            row, first = draft.request, len(draft.drafted) - starts[draft.request]
+            tokens = [at_depth[row] for at_depth in token_ids[first:]]
             if draft.is_tabled or (draft.fork is None and self._pause is None):
-                looked = draft.append_drawn(tokens[first:])
-                draft.starved += sum(flags[first : first + looked])
+                looked = draft.append_drawn(tokens)
+                draft.starved += sum(at_depth[row] for at_depth in starved[first : first + looked])
             else:  # without a mask, no position is starved
-                self._extend_one(draft, [(token,) for token in tokens[first:]])
+                self._extend_one(draft, [(token,) for token in tokens])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.

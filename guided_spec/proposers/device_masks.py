@@ -78,6 +78,7 @@ class DeviceMasks:
         self._mailbox, self._rows, self._size = mailbox, rows, size
         self._buffers, self._prefix = buffers, prefix
         self._count = rows.batch.num_draft_tokens
+        self._replies = dict[int, Reply]()  # by depth, as far as anybody has waited
         waits = bool(rows.masked) and (texts is None or not texts.is_alone)
         self._depth = self._first() if waits else self._count  # the next position to accept
         if texts is not None:
@@ -165,7 +166,11 @@ class DeviceMasks:
         return own.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _wait(self, depth: int) -> Reply:
-        return self._mailbox.wait(depth, len(self._rows.starts), self._check)
+        found = self._replies.get(depth)
+        if found is None:
+            found = self._mailbox.wait(depth, len(self._rows.starts), self._check)
+            self._replies[depth] = found
+        return found
 
     def _post(self, lookahead: Lookahead, depth: int) -> None:
         self._mailbox.post(depth, lookahead.next_rows(self._size, depth))
