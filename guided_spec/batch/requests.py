@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from guided_spec.batch.answers import Question, digest_of
 from guided_spec.batch.inputs import Line
+from guided_spec.batch.results import Question, digest_of
 from guided_spec.errors import GuidedSpecError
 from guided_spec.server.endpoints.bodies import ChatBody, CompletionBody, ResponsesBody
 from guided_spec.server.endpoints.reading import read_body
@@ -65,21 +65,21 @@ class RequestForm:
             )
         return Question(custom_id, digest, body)
 
-    def answers(self, llm: ServedModel, watch: Callable[[Completion], None]) -> RequestAnswers:
+    def runner(self, llm: ServedModel, watch: Callable[[Completion], None]) -> RequestRunner:
         """What answers them. watch: called with each text that has ended."""
         from guided_spec.server.service import ServerSettings, Service
 
         settings = ServerSettings(model_names=self.names, max_queue=_ANYTHING, playground=False)
-        return RequestAnswers(Service(llm, settings, watch=watch))
+        return RequestRunner(Service(llm, settings, watch=watch))
 
 
-class RequestAnswers:
+class RequestRunner:
     """Answers requests by the handlers of the server's endpoints."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def answer(self, question: Question) -> Mapping[str, Any]:
+    async def run(self, question: Question) -> Mapping[str, Any]:
         """The fields of an answer, its error among them."""
         try:
             reply = await self._reply(question.content)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from guided_spec.batch.answers import Question, digest_of
 from guided_spec.batch.inputs import Line
+from guided_spec.batch.results import Question, digest_of
 from guided_spec.engine.rows.template import PromptTemplate, column_text
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.types import SamplingParams
@@ -67,12 +67,12 @@ class RowForm:
         prompt = [{"role": "user", "content": text}] if self.is_chat else text
         return Question(custom_id, digest_of(*settings, text), prompt)
 
-    def answers(self, llm: Any, watch: Callable[[Completion], None]) -> RowAnswers:
+    def runner(self, llm: Any, watch: Callable[[Completion], None]) -> RowRunner:
         """What answers them. watch: called with each text that has ended."""
-        return RowAnswers(llm, self.params, watch)
+        return RowRunner(llm, self.params, watch)
 
 
-class RowAnswers:
+class RowRunner:
     """Answers rows by texts of an ``LLM``."""
 
     def __init__(
@@ -82,7 +82,7 @@ class RowAnswers:
         self._params = params
         self._watch = watch
 
-    async def answer(self, question: Question) -> Mapping[str, Any]:
+    async def run(self, question: Question) -> Mapping[str, Any]:
         """The fields of an answer, its error among them."""
         try:
             outputs = await self._llm.agenerate(question.content, self._params, on_error="return")

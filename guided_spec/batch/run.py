@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from guided_spec.batch.answers import OUTPUT, AnswerFile, Question, Register
 from guided_spec.batch.inputs import INPUT, Line, Reader, reader_of
+from guided_spec.batch.results import OUTPUT, Question, Register, ResultFile
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:  # these load torch
@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # these load torch
 _AHEAD = 4  # lines in flight for each slot
 
 
-class Answers(Protocol):
+class Runner(Protocol):
     """What answers the lines of a batch, many at a time."""
 
-    async def answer(self, question: Question) -> Mapping[str, Any]:
+    async def run(self, question: Question) -> Mapping[str, Any]:
         """The fields of an answer, its error among them."""
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Form(Protocol):
     def read(self, index: int, line: Line) -> Question:
         """What a line asks. index: of the line from 1, blank ones not counted."""
 
-    def answers(self, llm: Any, watch: Callable[[Completion], None]) -> Answers:
+    def runner(self, llm: Any, watch: Callable[[Completion], None]) -> Runner:
         """What answers them. watch: called with each text that has ended."""
 
 
@@ -90,7 +90,7 @@ class Batch:
         with ExitStack() as opened:
             self._register = opened.enter_context(closing(Register()))
             self.contents = self._check()
-            self._file = opened.enter_context(closing(AnswerFile(output)))
+            self._file = opened.enter_context(closing(ResultFile(output)))
             before = self._file.resume(self._register)
             self._opened = opened.pop_all()
         self.summary = Summary(self.contents.total, before)
@@ -105,13 +105,13 @@ class Batch:
         for question in self._left():
             self._write(question, question.refusal or {})
 
-    def answer(self, llm: Any, bar: ProgressBar) -> None:
+    def run(self, llm: Any, bar: ProgressBar) -> None:
         """Answer what is left, in the order in which texts end. Ctrl-C keeps what is answered.
 
         llm: an ``LLM``. Raises ConfigError for files that cannot be read or written any more.
         """
         try:
-            asyncio.run(self._answer_all(llm, bar))
+            asyncio.run(self._run_all(llm, bar))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -119,15 +119,15 @@ class Batch:
             self.summary.seconds = bar.speed.seconds
             self.summary.acceptance = bar.speed.acceptance
 
-    async def _answer_all(self, llm: Any, bar: ProgressBar) -> None:
+    async def _run_all(self, llm: Any, bar: ProgressBar) -> None:
         questions = self._left()
-        with closing(self._form.answers(llm, bar.count)) as answers:
+        with closing(self._form.runner(llm, bar.count)) as runner:
 
             async def work() -> None:
                 for question in questions:  # which all workers share
                     fields = question.refusal
                     if fields is None:
-                        fields = await answers.answer(question)
+                        fields = await runner.run(question)
                     self._write(question, fields)
                     bar.advance(failed=self.summary.failed)
 

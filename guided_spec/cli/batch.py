@@ -49,7 +49,7 @@ class BatchOptions:
         return self.input is not None
 
 
-def answer_batch(
+def run_batch(
     files: BatchOptions,
     asked: TextOptions,
     load: ModelOptions,
@@ -70,7 +70,7 @@ def answer_batch(
         batch = Batch(files.input, files.output, form)
     with batch:
         try:
-            _answer(batch, load, proposer)
+            _run(batch, load, proposer)
         except KeyboardInterrupt:
             _report(batch.summary, as_json=as_json)
             stderr().print("stopped: the same command goes on with what is left")
@@ -80,7 +80,7 @@ def answer_batch(
         raise typer.Exit(1)
 
 
-def _answer(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
+def _run(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
     if not batch.needs_model:
         batch.refuse_faults()
         return
@@ -91,7 +91,7 @@ def _answer(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
         stderr().print(repr(llm), style="dim", markup=False)
     done = batch.summary.before
     with llm, ProgressBar(batch.summary.total, is_shown=None, unit="line", num_done=done) as bar:
-        batch.answer(llm, bar)
+        batch.run(llm, bar)
 
 
 def _form_of(files: BatchOptions, asked: TextOptions, load: ModelOptions) -> Form:

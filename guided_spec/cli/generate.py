@@ -9,7 +9,7 @@ import typer
 from rich.status import Status
 from rich.table import Table
 
-from guided_spec.cli.batch import BatchOptions, answer_batch
+from guided_spec.cli.batch import BatchOptions, run_batch
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, working
 from guided_spec.cli.options import ModelOptions, Proposer, TextOptions, with_options
 from guided_spec.errors import ConfigError
@@ -88,7 +88,7 @@ def generate(
     if files.is_wanted:
         if compare:
             raise ConfigError("--compare", compare, "is for one text; leave it out")
-        answer_batch(files, asked, load, proposer, as_json=as_json)
+        run_batch(files, asked, load, proposer, as_json=as_json)
         return
     params, prompt = asked.params(), asked.message(asked.text())
     with working("loading the model") as status:

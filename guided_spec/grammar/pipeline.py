@@ -447,7 +447,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
     ) -> Callable[[RuleSource], ReadRules] | None:
         """rules: what a worker has read of them, or why it could not; None where none did."""
         if rules is not None:
-            return partial(_given, rules)
+            return partial(_ready_rules, rules)
         if self._preparation is None:
             return None
         steps = (self.limits or GrammarLimits()).steps
@@ -567,7 +567,7 @@ def _refuse(spec: GrammarSpec, spent: StepsSpentError) -> GrammarCompileError:
     )
 
 
-def _given(rules: ReadRules | Exception, source: RuleSource) -> ReadRules:
+def _ready_rules(rules: ReadRules | Exception, source: RuleSource) -> ReadRules:
     del source  # a worker has read it
     if isinstance(rules, Exception):
         raise rules

@@ -60,7 +60,7 @@ def answers(llm: LLM | None, folder: Path, lines: list[Any]) -> list[dict[str, A
         ProgressBar(None, is_shown=False) as bar,
     ):
         assert batch.needs_model is (llm is not None)
-        batch.answer(llm, bar) if llm is not None else batch.refuse_faults()
+        batch.run(llm, bar) if llm is not None else batch.refuse_faults()
         assert (bar.speed.num_tokens > 0) is (llm is not None)
     found = [json.loads(line) for line in output.read_text().splitlines()]
     order = [line["custom_id"] for line in lines if isinstance(line, dict) and "custom_id" in line]

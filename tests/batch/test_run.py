@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.batch.answers import Question, digest_of
 from guided_spec.batch.inputs import Line
+from guided_spec.batch.results import Question, digest_of
 from guided_spec.batch.run import Batch
 from guided_spec.engine.rows.progress import ProgressBar
 from guided_spec.errors import ConfigError
@@ -54,13 +54,13 @@ class Form:
         refusal = None if number >= 0 else {"response": None, "error": {"message": "negative"}}
         return Question(str(number), digest_of(number), number, refusal)
 
-    def answers(self, llm: Any, watch: Callable[[Any], None]) -> Form:
+    def runner(self, llm: Any, watch: Callable[[Any], None]) -> Form:
         """What answers the lines."""
         del llm, watch
         self.num_read = 0
         return self
 
-    async def answer(self, question: Question) -> Mapping[str, Any]:
+    async def run(self, question: Question) -> Mapping[str, Any]:
         """After a while."""
         number = question.content
         self.asked.append(number)
@@ -82,7 +82,7 @@ class Form:
 
 def run(source: Path, output: Path, form: Form) -> Batch:
     with Batch(source, output, form) as batch, ProgressBar(None, is_shown=False) as bar:
-        batch.answer(LLM, bar)
+        batch.run(LLM, bar)
     return batch
 
 
@@ -199,4 +199,4 @@ def test_a_file_that_is_gone_while_it_is_answered(tmp_path: Path) -> None:
     ):
         source.unlink()
         with pytest.raises(ConfigError, match="cannot be read"):
-            batch.answer(LLM, bar)
+            batch.run(LLM, bar)

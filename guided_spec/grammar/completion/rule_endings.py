@@ -287,7 +287,7 @@ class ParseStates:
         if number >= _MOST_STATES:
             raise EndLostError
         state = ParseState(number, items, can_end=can_end)
-        ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
+        ways = [self._text_of(state, frame) for state, frame in items] + [b""] * can_end
         state.text = min(ways, key=lambda way: (len(way), way))
         if number >= len(self._rows):
             more = np.full_like(self._rows, NOWHERE)
@@ -296,7 +296,7 @@ class ParseStates:
         self._is_made.append(False)
         return number
 
-    def _way(self, state: int, frame: Frame) -> bytes:
+    def _text_of(self, state: int, frame: Frame) -> bytes:
         text = self._texts[state]
         assert text is not None
         return text + frame.text

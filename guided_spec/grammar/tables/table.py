@@ -283,7 +283,7 @@ class Difference(NamedTuple):
     fewer: tuple[int, ...]
 
 
-class _Way(NamedTuple):
+class _Path(NamedTuple):
     """A text that leads to a state: the one of another state, and a token. depth: of it, tokens."""
 
     state: int
@@ -394,16 +394,16 @@ def _members(table: TokenTable) -> list[NDArray[np.int64]]:
     return np.split(order, ends)
 
 
-def _ways(table: TokenTable) -> list[_Way]:
-    """A way to each state, by the fewest tokens."""
+def _paths(table: TokenTable) -> list[_Path]:
+    """A path to each state, of the fewest tokens."""
     _, first = np.unique(table.classes, return_index=True)
-    ways = {0: _Way(0, -1, -1, 0)}
+    ways = {0: _Path(0, -1, -1, 0)}
     waiting = [0]
     for state in waiting:
         thens, at = np.unique(table.then[state], return_index=True)
         for then, token_class in zip(thens.tolist(), at.tolist(), strict=True):
             if then >= 0 and then not in ways:
-                ways[then] = _Way(then, state, int(first[token_class]), ways[state].depth + 1)
+                ways[then] = _Path(then, state, int(first[token_class]), ways[state].depth + 1)
                 waiting.append(then)
     return [ways[state] for state in waiting]
 
@@ -415,8 +415,8 @@ def _every_state(
 
     Raises NoTableError where the matcher refuses a text.
     """
-    after: dict[int, list[_Way]] = {}
-    for way in _ways(table):
+    after: dict[int, list[_Path]] = {}
+    for way in _paths(table):
         after.setdefault(way.before, []).append(way)
     matcher, text = compiled.new_matcher(), list[int]()
     waiting = after.get(-1, []).copy()

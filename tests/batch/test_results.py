@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.batch.answers import AnswerFile, Question, Register, digest_of
+from guided_spec.batch.results import Question, Register, ResultFile, digest_of
 from guided_spec.errors import ConfigError
 
 DONE: dict[str, Any] = {"text": "é\n", "error": None}
@@ -31,7 +31,7 @@ def register(names: list[str]) -> Register:
 
 def resumed(path: Path, names: list[str]) -> list[str]:
     """What a further run would not ask again."""
-    found, file = register(names), AnswerFile(path)
+    found, file = register(names), ResultFile(path)
     try:
         count = file.resume(found)
     finally:
@@ -42,7 +42,7 @@ def resumed(path: Path, names: list[str]) -> list[str]:
 
 
 def written(path: Path, answers: list[tuple[str, dict[str, Any]]]) -> bytes:
-    file = AnswerFile(path)
+    file = ResultFile(path)
     for name, fields in answers:
         file.write(question(name), fields)
     file.close()
@@ -76,7 +76,7 @@ def test_what_is_left_can_be_appended(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     data = written(path, [("a", DONE), ("b", DONE)])
     path.write_bytes(data[:-5])
-    found, file = register(["a", "b"]), AnswerFile(path)
+    found, file = register(["a", "b"]), ResultFile(path)
     assert file.resume(found) == 1
     file.write(question("b"), DONE)
     file.close()
@@ -109,7 +109,7 @@ def test_answers_of_another_batch(tmp_path: Path) -> None:
         resumed(path, ["a"])
     changed = Register()
     changed.add("b", digest_of("another text"), 1)
-    file = AnswerFile(path)
+    file = ResultFile(path)
     with pytest.raises(ConfigError, match="line 2 answers another request of 'b'"):
         file.resume(changed)
     file.close()
@@ -121,15 +121,15 @@ def test_answers_of_another_batch(tmp_path: Path) -> None:
 
 def test_one_batch_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    first = AnswerFile(path)
+    first = ResultFile(path)
     with pytest.raises(ConfigError, match="another batch writes it"):
-        AnswerFile(path)
+        ResultFile(path)
     first.write(question("a"), FAILED)
     assert first.resume(register(["a"])) == 0  # which makes the file anew
     with pytest.raises(ConfigError, match="another batch writes it"):
-        AnswerFile(path)
+        ResultFile(path)
     first.close()
-    AnswerFile(path).close()
+    ResultFile(path).close()
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full() -> None:
-    file = AnswerFile(Path("/dev/full"))
+    file = ResultFile(Path("/dev/full"))
     with pytest.raises(ConfigError, match=r"^--output='/dev/full': .*No space left on device"):
         file.write(question("a"), DONE)
     file.close()
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "answers.jsonl"
     folder.mkdir()
     with pytest.raises(ConfigError, match=r"must be a file that can be written \(Is a directory\)"):
-        AnswerFile(folder)
+        ResultFile(folder)
 
 
 def test_ids_that_stand_twice() -> None:

@@ -81,7 +81,7 @@ class Register:
         self._database.close()
 
 
-class AnswerFile:
+class ResultFile:
     """JSON Lines, appended to. Nobody else may write them meanwhile.
 
     Raises ConfigError where it cannot be written, or another batch writes it.
