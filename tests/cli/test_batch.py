@@ -199,7 +199,7 @@ def test_ctrl_c(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Batch, "answer", stop)
+    monkeypatch.setattr(Batch, "run", stop)
     result = batch(model, source, output, PROMPT, *DIGITS)
     assert result.exit_code == 130
     assert "0 of 9 lines answered, 0 failed" in result.stderr
