@@ -80,7 +80,9 @@ class Told(Proposer):
         buffers = DraftBuffers(told, torch.zeros(len(told) + 1, len(batch)).long(), None, None)
         ticket = self._mailbox.begin()
         starts = [0] * len(batch)
-        rows = DraftRows(batch, lookahead, starts, ends, ends)
+        rows = DraftRows(
+            batch, lookahead, starts, ends, ends, [row for row, end in enumerate(ends) if end]
+        )
         draft = self._times.of("begin", lambda: self._launch(rows, buffers))
         self._mailbox.replies[:, : len(batch)] = (ticket << 32) | (told + 1)
         if draft.needs_host:

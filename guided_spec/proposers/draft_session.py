@@ -36,7 +36,8 @@ class DraftRows(NamedTuple):
 
     starts: [B] tokens that each draft holds before. ends: [B] tokens that it holds after it at
     most. masked_ends: [B] the same of the requests that draft under masks, ``starts`` of the
-    others, whose tokens the host accepts once all are drawn.
+    others, whose tokens the host accepts once all are drawn. masked: the requests that draft under
+    masks.
     """
 
     batch: DecodeBatch
@@ -44,6 +45,7 @@ class DraftRows(NamedTuple):
     starts: list[int]
     ends: list[int]
     masked_ends: list[int]
+    masked: list[int]
 
     @classmethod
     def from_batch(
@@ -56,19 +58,13 @@ class DraftRows(NamedTuple):
         """policy: of the requests that ask for none. rows: that draft, if open; None: all."""
         starts = [len(drafted) for drafted in lookahead.drafted]
         ends = draft_ends(batch, lookahead, range(len(batch)) if rows is None else rows)
+        masked_ends, masked = list(starts), list[int]()
         used = zip(used_policies(batch, policy), batch.constraints, strict=True)
-        is_masked = [one == "mask" and constraint is not None for one, constraint in used]
-        masked_ends = [
-            end if masked else start
-            for start, end, masked in zip(starts, ends, is_masked, strict=True)
-        ]
-        return cls(batch, lookahead, starts, ends, masked_ends)
-
-    @property
-    def masked(self) -> list[int]:
-        """The requests that draft under masks."""
-        pairs = zip(self.starts, self.masked_ends, strict=True)
-        return [row for row, (start, end) in enumerate(pairs) if end > start]
+        for row, (own, constraint) in enumerate(used):
+            if own == "mask" and constraint is not None and ends[row] > starts[row]:
+                masked_ends[row] = ends[row]
+                masked.append(row)
+        return cls(batch, lookahead, starts, ends, masked_ends, masked)
 
     def tables(self) -> TabledTexts | None:
         """The texts that draft under masks and have tables on the device; None for none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -263,11 +263,17 @@ class LearnedHead(Proposer):
             return
         head, unread = self._head, dict[int, Unread]()
         coming = {prompt.slot for prompt in batch.prompts}  # read by this step's own forward
-        own = [slot for slot in batch.slots if slot not in coming]
-        for slot in {*own, *batch.states}:
+        wanted = dict.fromkeys(batch.states)  # by slot, how far; None: as far as is known
+        for slot, context in zip(batch.slots, batch.contexts, strict=True):
+            if slot not in coming:
+                wanted[slot] = len(context) - 1
+        for slot, length in wanted.items():
             head.adopt(slot)
-            found = batch.states.pull(slot, head.length(slot))
-            if found is not None:  # else it was read ahead, or earlier in this step
+            start = head.length(slot)
+            if start == length:  # it was read ahead, or earlier in this step
+                continue
+            found = batch.states.pull(slot, start)
+            if found is not None:
                 unread[slot] = found
         rests: dict[int, Unread] = {}
         shared = [self._share(batch, rows, unread, rests) for rows in shared_prompts(batch)]
@@ -275,16 +281,11 @@ class LearnedHead(Proposer):
         for first, *others in filter(None, shared):
             head.copy_slot(first, others)
         self._read_unread({slot: rest for slot, rest in rests.items() if rest.token_ids})
-        if batch.num_draft_tokens > 0:
-            self._check_read(batch, coming)
-
-    def _check_read(self, batch: DecodeBatch, coming: Container[int]) -> None:
-        for slot, context in zip(batch.slots, batch.contexts, strict=True):
-            wanted, known = len(context) - 1, self._head.length(slot)
-            if slot not in coming and known != wanted:
+        for slot, length in wanted.items() if batch.num_draft_tokens > 0 else ():
+            if length not in (None, head.length(slot)):
                 raise ModelError(
-                    f"slot {slot}: the draft head needs the target's hidden states of {wanted} "
-                    f"tokens, and has those of {known}; push the others to batch.states"
+                    f"slot {slot}: the draft head needs the target's hidden states of {length} "
+                    f"tokens, and has those of {head.length(slot)}; push the others to batch.states"
                 )
 
     def _share(
