@@ -15,7 +15,7 @@ BUDGETS = {
     "cli": 1_780,  # 200 more: batches, resources of a schema
     "engine": 6_520,  # 380 more: maps of rows, templates, custom tools, speed in the bar
     "evaluate": 1_020,
-    "grammar": 18_490,  # 1,530 more: custom tools, endings, resources, drafts, unions
+    "grammar": 19_200,  # 710 more: structural tags as llguidance's grammars
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_750,
     "models": 10_630,  # 160 more: GGUF files, quiet loading

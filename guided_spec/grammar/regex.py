@@ -450,6 +450,22 @@ def _write_range(low: int, high: int) -> str:
     return f"\\u{{{low:x}}}" if low == high else f"\\u{{{low:x}}}-\\u{{{high:x}}}"
 
 
+def code_points(items: Any) -> Ranges:
+    """All characters that literals and classes of a parsed regex stand for."""
+    found: list[tuple[int, int]] = []
+    for op, value in items:
+        match str(op):
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+                found += _set_of(str(op), value, re.DOTALL)
+            case "SUBPATTERN":
+                found += code_points(value[3])
+            case "BRANCH":
+                found += [pair for option in value[1] for pair in code_points(option)]
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                found += code_points(value[2])
+    return normalize(found)
+
+
 def fits_length(pattern: str, low: int, high: int | None) -> bool:
     """Whether every string that ``pattern`` covers has ``low`` to ``high`` characters."""
     spend(len(pattern))
