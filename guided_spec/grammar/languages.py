@@ -72,6 +72,18 @@ def outside(pattern: str) -> str | None:
         return None
 
 
+@lru_cache(maxsize=1024)  # each branch of a oneOf is held against each other one
+def are_apart(one: str, other: str) -> bool:
+    """Whether ``re.search`` finds the two patterns in no text together; False where unsure."""
+    if len(one) > _LONGEST or len(other) > _LONGEST:
+        return False
+    try:
+        table, _ = _table_of([Texts(to_search(pattern, most=True)) for pattern in (one, other)])
+    except (GrammarCompileError, RecursionError):
+        return False
+    return not any(table.ends)
+
+
 def _looked_at(pattern: str, items: Sequence[Any], flags: int) -> Iterator[Texts]:
     at = 0
     if not items or str(items[0][1]) not in _FIRST:
@@ -97,12 +109,16 @@ def pattern_of(sets: Sequence[Texts]) -> str | None:
     None where there is none of them, and where it would be very long. Raises GrammarCompileError
     for patterns of many states.
     """
+    written = _Elimination(*_table_of(sets)).write()
+    return None if written is None or len(written) > _MOST_WRITTEN else f"^(?:{written})\\Z"
+
+
+def _table_of(sets: Sequence[Texts]) -> tuple[_Table, list[Ranges]]:
+    """The automaton of the texts in all of ``sets``, and the classes of characters of its edges."""
     parsed = [RE_PARSER.parse(readable(one.pattern)) for one in sets]
     classes = _classes(pair for items in parsed for pair in _sets(items))
     machines = [_Machine(items, classes) for items in parsed]
-    table = _product(machines, [one.is_in for one in sets], len(classes))
-    written = _Elimination(table, classes).write()
-    return None if written is None or len(written) > _MOST_WRITTEN else f"^(?:{written})\\Z"
+    return _product(machines, [one.is_in for one in sets], len(classes)), classes
 
 
 def _sets(items: Any) -> Iterator[Ranges]:

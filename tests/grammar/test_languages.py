@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
-from guided_spec.grammar.languages import outside, without_lookahead
+from guided_spec.grammar.languages import are_apart, outside, without_lookahead
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES
 
@@ -74,6 +74,20 @@ def test_lookahead_is_what_re_reads(looks: str, rest: str, end: str) -> None:
         # \\d, \\w and \\s are ASCII in what is admitted, and $ is the very end.
         if text.isascii() and not text.endswith("\n"):
             assert is_written == is_found or "é" in text, text
+
+
+@settings(max_examples=150, deadline=None)
+@given(one=ANCHORED, other=ANCHORED)
+def test_patterns_that_are_apart_match_no_text_together(one: str, other: str) -> None:
+    is_shared = any(re.search(one, text) and re.search(other, text) for text in TEXTS)
+    assert not (is_shared and are_apart(one, other))
+
+
+def test_a_length_and_letters_keep_patterns_apart() -> None:
+    assert are_apart(r"^[a-z\d][a-z\d.]{0,254}$", r"^exposdk:\d+$")
+    assert are_apart("^a{3}$", "^a{4,6}$")
+    assert not are_apart("^a{3,5}$", "^a{4,6}$")
+    assert not are_apart("^a$", "^a\n?$")
 
 
 @pytest.mark.parametrize(
