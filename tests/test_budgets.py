@@ -15,13 +15,13 @@ BUDGETS = {
     "cli": 1_780,  # 200 more: batches, resources of a schema
     "engine": 6_520,  # 380 more: maps of rows, templates, custom tools, speed in the bar
     "evaluate": 1_020,
-    "grammar": 19_200,  # 710 more: structural tags as llguidance's grammars
+    "grammar": 19_680,  # 1,190 more: structural tags as llguidance's grammars, patterns as sets
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_750,
     "models": 10_630,  # 160 more: GGUF files, quiet loading
     "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
     "proposers": 3_180,  # 40 more: which of them take a draft, their kernels
-    "server": 4_660,  # 490 more: custom tools, responses that are stored, counted tokens
+    "server": 4_675,  # 15 more: what a template does not read is in the log
     "trace": 760,
     "training": 6_430,
     ".": 2_220,  # 110 more: the nearest known names, texts cut short
