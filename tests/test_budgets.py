@@ -15,13 +15,13 @@ BUDGETS = {
     "cli": 1_780,  # 200 more: batches, resources of a schema
     "engine": 6_520,  # 380 more: maps of rows, templates, custom tools, speed in the bar
     "evaluate": 1_020,
-    "grammar": 18_490,  # 1,530 more: custom tools, endings, resources, drafts, unions
+    "grammar": 19_680,  # 1,190 more: structural tags as llguidance's grammars, patterns as sets
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
     "models": 10_570,
     "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
     "proposers": 3_240,  # 60 more: the graphs of whole drafts, which were in models
-    "server": 4_660,  # 490 more: custom tools, responses that are stored, counted tokens
+    "server": 4_675,  # 15 more: what a template does not read is in the log
     "trace": 760,
     "training": 6_430,
     ".": 2_220,  # 110 more: the nearest known names, texts cut short

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -91,9 +91,10 @@ def readable(written: str) -> str:
     return pattern.removeprefix("^").removesuffix("$")
 
 
-Context = Literal["text", "json_string", "json_plain"]
+Context = Literal["text", "json_string", "json_plain", "most"]
 """What a pattern is about: the text itself; the inside of a JSON string, whose value it is about;
-or one of which no character is escaped, unless nothing else would match."""
+or one of which no character is escaped, unless nothing else would match. "most": the text itself,
+and nothing that ``re`` matches is left out."""
 
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
@@ -142,14 +143,24 @@ def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     return write(pattern, context)
 
 
-def to_search(pattern: str) -> str:
+def to_search(pattern: str, *, most: bool = False) -> str:
     """A pattern for whole texts, in the backend's spelling: those in which ``re.search`` finds it.
 
     Where ``pattern`` has no anchor at a side, anything may stand there; each of its alternatives
     has its own anchors. Exceptions and errors are those of ``to_fullmatch``.
+    most: there are no exceptions, but it may match more: before a newline at the end, ``$`` holds.
     """
     write = _write_short if len(pattern) <= _SHORT else _write
-    return write(pattern, "text", _ANYWHERE)
+    return write(pattern, "most" if most else "text", _ANYWHERE)
+
+
+def begun_with(pattern: str, items: Sequence[Any], flags: int, *, most: bool = False) -> str:
+    """A pattern for whole texts that begin as parsed items of ``pattern`` say, as ``to_search``.
+
+    most: nothing that ``re`` matches is left out; for what other texts must not be.
+    """
+    writer = _Writer(pattern, "most" if most else "text")
+    return writer.sequence(items, flags, _Edge(closes=True))
 
 
 def _write(pattern: str, context: Context, edge: _Edge | None = None) -> str:
@@ -226,16 +237,17 @@ class _Writer:
         return f"{before}{self.item(op, value, flags, inner)}{after}"
 
     def _anything(self) -> str:
-        return f"{self._characters(ANY_CHARACTER)}*"
+        return f"{self._characters(_IN_JSON)}*"
 
     def item(self, op: str, value: Any, flags: int, edge: _Edge) -> str:
         match op:
             case "AT" if (edge.first and str(value) in _BEGIN) or (
                 edge.last and str(value) in _END
             ):
-                return ""
+                is_before_newline = self.context == "most" and str(value) == "AT_END"
+                return "(?:\\u{a}){0,1}" if is_before_newline else ""
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
-                return self._characters(_set_of(op, value, flags))
+                return self._characters(set_of(op, value, flags, whole=self.context == "most"))
             case "SUBPATTERN":
                 _, added, removed, inner = value
                 return f"(?:{self.sequence(inner, (flags | added) & ~removed, edge)})"
@@ -293,11 +305,13 @@ class _Writer:
     def _check_flags(self, flags: int) -> None:
         if flags & re.IGNORECASE:
             raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
+        if flags & re.MULTILINE and self.context == "most":
+            raise self._refuse("the flag (?m)", "rewrite it without")
 
     def _characters(self, ranges: Ranges) -> str:
         if self.context == "json_string":
             return self._in_json(intersect(ranges, _IN_JSON))
-        ranges = intersect(ranges, ANY_CHARACTER)
+        ranges = intersect(ranges, _IN_JSON if self.context == "most" else ANY_CHARACTER)
         if self.context == "json_plain":
             plain = intersect(ranges, JSON_PLAIN)
             if ranges and not plain:
@@ -402,7 +416,11 @@ def _is_at(node: Any, anchors: tuple[str, ...]) -> bool:
     return str(op) == "AT" and str(value) in anchors
 
 
-def _set_of(op: str, value: Any, flags: int) -> Ranges:
+def set_of(op: str, value: Any, flags: int, *, whole: bool = False) -> Ranges:
+    """The characters of a literal or class of a parsed regex.
+
+    whole: with the characters of ``\\d``, ``\\w`` and ``\\s`` that are not ASCII.
+    """
     if op == "LITERAL":
         return ((value, value),)
     if op == "NOT_LITERAL":
@@ -419,13 +437,16 @@ def _set_of(op: str, value: Any, flags: int) -> Ranges:
             case "RANGE":
                 ranges.append(member)
             case _:
-                ranges.extend(_category(str(member), flags, exact=exact))
+                ranges.extend(_category(str(member), flags, exact=exact, whole=whole))
     return complement(normalize(ranges)) if negated else normalize(ranges)
 
 
-def _category(name: str, flags: int, *, exact: bool) -> Ranges:
+def _category(name: str, flags: int, *, exact: bool, whole: bool = False) -> Ranges:
     ascii_only = bool(flags & re.ASCII)
     kind = name.rsplit("_", 1)[-1].lower()  # CATEGORY_NOT_DIGIT: digit
+    if whole:
+        ranges = category(kind, ascii_only=ascii_only)
+        return complement(ranges) if "_NOT_" in name else ranges
     if "_NOT_" in name:
         # Inside [^...] this set is taken away again: it must then be too wide, never too narrow.
         return complement(category(kind, ascii_only=ascii_only or exact))
@@ -448,6 +469,22 @@ def _write_class(ranges: Ranges) -> str:
 
 def _write_range(low: int, high: int) -> str:
     return f"\\u{{{low:x}}}" if low == high else f"\\u{{{low:x}}}-\\u{{{high:x}}}"
+
+
+def code_points(items: Any) -> Ranges:
+    """All characters that literals and classes of a parsed regex stand for."""
+    found: list[tuple[int, int]] = []
+    for op, value in items:
+        match str(op):
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+                found += set_of(str(op), value, re.DOTALL)
+            case "SUBPATTERN":
+                found += code_points(value[3])
+            case "BRANCH":
+                found += [pair for option in value[1] for pair in code_points(option)]
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                found += code_points(value[2])
+    return normalize(found)
 
 
 def fits_length(pattern: str, low: int, high: int | None) -> bool:

@@ -12,7 +12,7 @@ from guided_spec.cli.main import app
 
 SCHEMA = {
     "oneOf": [
-        {"type": "string", "pattern": "a"},
+        {"type": "string", "pattern": "(?m)a"},
         {"const": "b"},
         {"type": "string", "minLength": 3},
     ]

@@ -144,7 +144,7 @@ def test_errors_and_warnings_are_those_of_this_process(pipeline: GrammarPipeline
     broken = GrammarSpec.json_schema({"type": "object", "properties": {"a": {"not": {}}}})
     for spec, kind in (
         (replace(broken, source='{"type": "strnig"}'), GrammarCompileError),
-        (GrammarSpec.json_schema({"not": {"pattern": "a"}}), UnsupportedSchemaError),
+        (GrammarSpec.json_schema({"not": {"pattern": "(?m)a"}}), UnsupportedSchemaError),
         (GrammarSpec.regex("(?=a)b"), GrammarCompileError),
         (GrammarSpec.regex("a("), GrammarCompileError),
     ):
@@ -155,7 +155,7 @@ def test_errors_and_warnings_are_those_of_this_process(pipeline: GrammarPipeline
             messages.add(f"{type(caught.value)} {caught.value}")
         assert len(messages) == 1
     assert idle(pipeline)  # an error ends no worker
-    loose = GrammarSpec.json_schema({"not": {"pattern": "b"}}, unsupported="warn")
+    loose = GrammarSpec.json_schema({"not": {"pattern": "(?m)b"}}, unsupported="warn")
     for compiler in (BackendChoice("auto", BYTES), pipeline):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

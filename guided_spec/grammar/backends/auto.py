@@ -53,7 +53,8 @@ class AutoBackend(DocumentBackend[_Compiled]):
     counted so far that xgrammar compiles for more than 0.2 s (9 characters with 150,000 tokens, 44
     with 32,000), and for patterns that count beyond 128 characters, where each of xgrammar's rows
     costs tens of milliseconds. What llguidance refuses too goes to xgrammar, narrowed, or is
-    refused. So it is with regexes that repeat anything more than 32 times; all other kinds of
+    refused. So it is with regexes that repeat anything more than 32 times, and with structural tags
+    that count so far or that xgrammar refuses, if llguidance can write them; all other kinds of
     grammar are xgrammar's. Under
     ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
 
@@ -73,6 +74,8 @@ class AutoBackend(DocumentBackend[_Compiled]):
         if spec.kind == "regex" and document.size.repetitions.value > _MOST_REPEATS:
             with suppress(GrammarCompileError):
                 return self._second.enforce(document)
+        if spec.kind == "structural_tag":
+            return self._enforce_tag(document)
         if spec.kind != "json_schema" or self._is_for_xgrammar(document):
             return self._first.enforce(document)
         try:
@@ -86,6 +89,20 @@ class AutoBackend(DocumentBackend[_Compiled]):
                 raise
             raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
+    def _enforce_tag(self, document: SpecDocument) -> _Compiled:
+        """llguidance's where it counts or xgrammar refuses, as far as that can write the tag."""
+        refused: UnsupportedSchemaError | None = None
+        if not self._counts_far(document):
+            try:
+                return self._first.enforce(document)
+            except UnsupportedSchemaError as error:
+                refused = error
+        with suppress(GrammarCompileError):
+            return self._second.enforce(document)
+        if refused is not None:
+            raise refused
+        return self._first.enforce(document)
+
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> _Compiled:
         """Compile once more what one of the two has compiled for ``spec``, here or elsewhere."""
         if recipe.backend == XGrammarGrammar.backend:
@@ -94,10 +111,7 @@ class AutoBackend(DocumentBackend[_Compiled]):
 
     def _is_for_xgrammar(self, document: SpecDocument) -> bool:
         """Whether xgrammar takes the schema as it is, and soon."""
-        size = document.size
-        if size.large or size.characters > _MOST_CHARACTERS:
-            return False
-        if size.counted * self.vocabulary.vocab_size > _MOST_COUNTED:
+        if document.size.large or self._counts_far(document):
             return False
         prepared = document.examined
         spend_on_value(prepared.schema)
@@ -105,6 +119,13 @@ class AutoBackend(DocumentBackend[_Compiled]):
         if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
             return False
         return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
+
+    def _counts_far(self, document: SpecDocument) -> bool:
+        """Whether xgrammar counts for long, in each row or when it compiles."""
+        size = document.size
+        if size.characters > _MOST_CHARACTERS:
+            return True
+        return size.counted * self.vocabulary.vocab_size > _MOST_COUNTED
 
     @cached_property
     def _second(self) -> LLGuidanceBackend:

@@ -40,18 +40,21 @@ from guided_spec.grammar.backends.llguidance_schema import (
     narrower_scalars,
     prepare_for_llguidance,
 )
+from guided_spec.grammar.backends.tag import prepare_tag, with_tokens
+from guided_spec.grammar.backends.tag_lark import tag_lark
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.prepare import lower_checked
 from guided_spec.grammar.schema.unique import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.text.parts import TextParts
 from guided_spec.grammar.text.unique_keys import MaybeUnique, with_key_rules, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import full_row, ids_of
+from guided_spec.ops.mask_words import full_row, ids_of, row_of
 
 # Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -64,6 +67,13 @@ _FIXED = {
     "json_allowed_escapes": _ESCAPES,
 }
 _FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+# Sets of tokens whose masks are kept, the largest last; each gets what the ones before it leave.
+# Values of XML-like formats end at "<": with its tokens apart, a row there takes 0.1 ms, not 1.4.
+_PLAIN_LETTERS = r'[^<"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_PLAIN_LETTERS}{count}" for count in ("{1,10}", "{1,30}", "+")),
+]
 _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _ROWS_OF_A_TOKEN = 32
@@ -81,8 +91,9 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
     tokens, as xgrammar's do. Where llguidance is stricter than a schema asks for, drafts and target
     rows still come from one matcher, so speculative and plain decoding agree.
 
-    Not compiled: ``ebnf`` and ``structural_tag``, which are xgrammar's own languages. ``lark`` is
-    llguidance's dialect and passes as it is, but may not name special tokens.
+    Not compiled: ``ebnf``, which is xgrammar's own language, and structural tags that ``tag_lark``
+    does not write. ``lark`` is llguidance's dialect and passes as it is, but may not name special
+    tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -97,6 +108,8 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
     def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         spec = document.spec
+        if spec.kind == "structural_tag":
+            return self._compile_tag(document)
         prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
         grammar = self._compile_in_order(document, prepared)
         if spec.key_order == "any":
@@ -108,18 +121,35 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
-        texts: LLGuidanceTexts = recipe.source
-        grammar = self._grammar(texts.main, texts.style, texts.pattern)
+        tag = json.loads(spec.source) if spec.kind == "structural_tag" else None
+        grammar = self._grammar(recipe.source, tag)
         _require_compiled(spec, grammar)
-        grammar = replace(grammar, notes=texts.notes)
         return with_key_rules(grammar, recipe.keys, self.vocabulary, recipe.items)
 
-    def _grammar(self, main: str, style: str | None, pattern: str | None) -> LLGuidanceGrammar:
+    def _grammar(self, texts: LLGuidanceTexts, tag: Any = None) -> LLGuidanceGrammar:
+        tokenizer = self._tokenizer if tag is None else self._tokenizer_of_tags
         source = LLGuidanceSource(
-            self._library, self._tokenizer, main, self.vocabulary, _LexerCapacity()
+            self._library, tokenizer, texts.main, self.vocabulary, _LexerCapacity(), texts.named
         )
-        styled = None if style is None else source._replace(text=style)
-        return LLGuidanceGrammar(source, styled, self.vocabulary.without_bytes, pattern=pattern)
+        style = None if texts.style is None else source._replace(text=texts.style)
+        excluded = self.vocabulary.without_bytes - texts.named
+        return LLGuidanceGrammar(source, style, excluded, texts.notes, texts.pattern, tag)
+
+    @cached_property
+    def _tokenizer_of_tags(self) -> Any:
+        # Two threads may both make one; either will do.
+        return self._tokenizer.with_slices(_SLICES)
+
+    def _compile_tag(self, document: SpecDocument) -> LLGuidanceGrammar:
+        """A tag without filters, and with whitespace as ``json_schema`` writes it."""
+        tag, named = with_tokens(
+            prepare_tag(document.value, prepare=_prepare_in_tag), self.vocabulary
+        )
+        spend_on_value(tag)
+        text = f"{_OPTIONS}{tag_lark(tag, _FIXED)}"
+        grammar = self._grammar(LLGuidanceTexts(text, named=named), tag=document.value)
+        _require_compiled(document.spec, grammar)
+        return grammar
 
     def _in_any_order(
         self, spec: GrammarSpec, prepared: dict[str, Any], in_order: LLGuidanceGrammar
@@ -154,7 +184,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
         is_free = spec.any_whitespace
         style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
-        grammar = self._grammar(main, style, _pattern_of(document))
+        grammar = self._grammar(LLGuidanceTexts(main, style, pattern=_pattern_of(document)))
         try:
             _require_compiled(spec, grammar)
         except UnsatisfiableGrammarError as error:
@@ -204,6 +234,7 @@ class LLGuidanceSource(NamedTuple):
 
     library: the module llguidance. tokenizer: its ``LLTokenizer`` of the vocabulary.
     text: a grammar in its Lark dialect. lexer: what is known of the one that matchers share.
+    named: the added tokens that the grammar names.
     """
 
     library: Any
@@ -211,6 +242,7 @@ class LLGuidanceSource(NamedTuple):
     text: str
     vocabulary: Vocabulary
     lexer: _LexerCapacity
+    named: frozenset[int] = frozenset()
 
     def new(self) -> Any:
         """llguidance's own matcher, at the start; in its error state if the text is broken."""
@@ -245,7 +277,7 @@ class LLGuidanceMatcher(Matcher):
             self._has_ended = bool(self._matcher.is_accepting())
             if not self._has_ended:
                 return False
-        elif not vocabulary.token_bytes[token_id] or not self._consume(token_id):
+        elif not self._has_bytes(token_id) or not self._consume(token_id):
             return False
         self._token_ids.append(token_id)
         return True
@@ -307,6 +339,14 @@ class LLGuidanceMatcher(Matcher):
 
     def _fill(self, row: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._source.named and not self._matcher.is_accepting():
+            # Where a named token may come, llguidance 1.9 allows stop tokens but the first one too.
+            vocabulary = self._source.vocabulary
+            row &= ~row_of(vocabulary.stop_token_ids, vocabulary.vocab_size)
+
+    def _has_bytes(self, token_id: int) -> bool:
+        source = self._source
+        return bool(source.vocabulary.token_bytes[token_id]) or token_id in source.named
 
     def _consume(self, token_id: int) -> bool:
         lexer = self._source.lexer
@@ -332,13 +372,14 @@ class LLGuidanceMatcher(Matcher):
 class LLGuidanceTexts(NamedTuple):
     """What a grammar is compiled from: its own text and that of its style, in the Lark dialect.
 
-    notes, pattern: see ``LLGuidanceGrammar``.
+    notes, pattern: see ``LLGuidanceGrammar``. named: see ``LLGuidanceSource``.
     """
 
     main: str
-    style: str | None
-    notes: tuple[Unenforced, ...]
-    pattern: str | None
+    style: str | None = None
+    notes: tuple[Unenforced, ...] = ()
+    pattern: str | None = None
+    named: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,7 +387,8 @@ class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
-    pattern: of a regex or a choice, as ``to_fullmatch`` writes it.
+    pattern: of a regex or a choice, as ``to_fullmatch`` writes it. tag: the structural tag, if it
+    is one.
     """
 
     source: LLGuidanceSource
@@ -354,13 +396,15 @@ class LLGuidanceGrammar:
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
     pattern: str | None = None
+    tag: Any = None
     backend: ClassVar[str] = "llguidance"
     memory_size_bytes: ClassVar[int] = 0  # beyond its source; llguidance does not say
 
     def recipe(self) -> Recipe:
         """What ``LLGuidanceBackend.rebuild`` takes."""
         style = None if self.style is None else self.style.text
-        texts = LLGuidanceTexts(self.source.text, style, self.notes, self.pattern)
+        named = self.source.named
+        texts = LLGuidanceTexts(self.source.text, style, self.notes, self.pattern, named)
         return Recipe(self.backend, texts)
 
     def new_parts(self) -> TextParts:
@@ -383,6 +427,11 @@ class LLGuidanceGrammar:
     def _compiled(self) -> Any:
         """Copied for every matcher, never moved: copies share what its lexer has learnt."""
         return self.source.new()
+
+
+def _prepare_in_tag(schema: Any) -> dict[str, Any]:
+    """A schema of a tool or tag, in which no filter is."""
+    return prepare_for_llguidance(lower_checked(schema, filtered=False))
 
 
 def _require_compiled(spec: GrammarSpec, grammar: LLGuidanceGrammar) -> None:

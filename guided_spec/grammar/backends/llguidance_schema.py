@@ -7,6 +7,7 @@ specification is rewritten here into something narrower, or refused.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from fractions import Fraction
 from functools import lru_cache
@@ -42,6 +43,7 @@ _KEPT = HOLDS_PARTS | frozenset(
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _LARGEST = 2**53
 _MAX_DEPTH = 128
 _OF_SCHEMA = 16  # steps of one schema
@@ -82,6 +84,9 @@ def narrower_scalars(lowered: Lowered) -> list[Unenforced]:
         if bound is not None and "number" in words.get("type", "number"):
             reason, fix = "numbers between bounds have no exponent", "leave the bounds out"
             notes.setdefault("number", Unenforced("", bound, reason, fix, "note"))
+        if wide := _widest(words):
+            reason, fix = "no numbers beyond 2**53 are written", "leave the bound out"
+            notes.setdefault("wide", Unenforced("", wide[0], reason, fix, "note"))
     return [*notes.values()]
 
 
@@ -96,6 +101,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
     if not isinstance(schema, dict):
         return schema
     spend(_OF_SCHEMA + len(schema))
+    schema = _with_exact_bounds(schema)
     _check(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
     kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
@@ -216,6 +222,18 @@ def _categories(items: Any) -> bool:
         elif name == "BRANCH" and any(map(_categories, value[1])):
             return True
     return False
+
+
+def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with the largest exact bounds for those beyond, which often mean no limit."""
+    wide = {name: math.copysign(_LARGEST, schema[name]) for name in _widest(schema)}
+    return {**schema, **{name: int(value) for name, value in wide.items()}} if wide else schema
+
+
+def _widest(schema: dict[str, Any]) -> list[str]:
+    """Its bounds beyond the numbers that are exact."""
+    above = [name for name in _UPPER if schema.get(name, 0) > _LARGEST]
+    return above + [name for name in _LOWER if schema.get(name, 0) < -_LARGEST]
 
 
 def _check(schema: dict[str, Any], pointer: str) -> None:

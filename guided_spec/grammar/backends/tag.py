@@ -7,25 +7,36 @@ none of them. Here they become token formats, and the backend learns of those th
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from xgrammar import structural_tag
+from xgrammar import Grammar, structural_tag
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.backends.free_text import text_without
 from guided_spec.grammar.backends.printed import json_text_ebnf
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema.prepare import prepare_schema
+from guided_spec.grammar.schema.lowered import all_parts, change_parts
+from guided_spec.grammar.schema.prepare import (
+    examine_schema,
+    lower_checked,
+    prepare_schema,
+    require_enforced,
+)
 from guided_spec.grammar.schema.values import values_within
+from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tools.format import OWNER, either, in_sequence, literal
 from guided_spec.grammar.vocabulary import Vocabulary
 
 _PLAIN = {"type", "json_schema", "style"}
+_COUNTED = {"type", "minLength", "maxLength", "title", "description", "default", "examples"}
+_TEXT = "text_without"
+"""A kind of part of our own: free text of characters in which none of ``excludes`` stands."""
 
 
 _FIELDS: dict[str, frozenset[str]] = {
@@ -36,33 +47,33 @@ _FIELDS: dict[str, frozenset[str]] = {
 """What each kind of format has. xgrammar 0.2.9 leaves other fields out without a word."""
 
 
-def prepare_tag(tag: Any, path: str = "") -> Any:
+def prepare_tag(tag: Any, path: str = "", *, prepare: Callable[[Any], Any] = prepare_schema) -> Any:
     """The tag as the backend enforces it. Raises GrammarCompileError and what is below it.
 
     path: of the tag, for errors. ``OWNER`` of a schema says in them whose schema it is.
+    prepare: makes a schema one that the backend enforces.
     """
     if isinstance(tag, list):
-        return [prepare_tag(part, f"{path}[{at}]") for at, part in enumerate(tag)]
+        return [prepare_tag(part, f"{path}[{at}]", prepare=prepare) for at, part in enumerate(tag)]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_text":
         return _prepared_text(tag)
+    if tag.get("type") == _TEXT:
+        raise GrammarCompileError(f"not a structural_tag: it has no part of the type {_TEXT}")
     _check_fields(tag, path)
     prepared = {}
     for key, value in tag.items():
         if key in ("json_schema", "schema") and isinstance(value, dict | bool):
-            prepared[key] = _prepared_schema(value, tag.get(OWNER))
+            with _blamed_on(tag.get(OWNER)):
+                prepared[key] = prepare(value)
             _check_options(tag)
         elif key == "pattern" and tag.get("type") == "regex" and isinstance(value, str):
             prepared[key] = to_fullmatch(value)
         elif key != OWNER:
-            prepared[key] = prepare_tag(value, f"{path}.{key}" if path else key)
+            inner = f"{path}.{key}" if path else key
+            prepared[key] = prepare_tag(value, inner, prepare=prepare)
     return prepared
-
-
-def _prepared_schema(schema: Any, owner: Any) -> Any:
-    with _blamed_on(owner):
-        return prepare_schema(schema)
 
 
 def _prepared_text(content: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +143,39 @@ def _check_options(content: dict[str, Any]) -> None:
         )
 
 
+def ending_rules(tag: Any, vocabulary: Vocabulary) -> str:
+    """xgrammar's print of a tag whose texts end as they do here, though they may be longer.
+
+    Strings have no ``maxLength``: the shortest end of a text, and what it takes, is the same, and
+    xgrammar counts for seconds. Raises GrammarCompileError where it does not take the tag.
+    """
+    prepared = bound_whitespace(prepare_tag(tag, prepare=_prepare_unbounded))
+    rules = with_rules_for_text(with_tokens(prepared, vocabulary).tag)
+    spend_on_value(rules)
+    try:
+        return str(Grammar.from_structural_tag(json.dumps(rules)))
+    except (RuntimeError, ValueError) as error:
+        raise GrammarCompileError(f"the structural_tag does not compile: {error}") from error
+
+
+def _prepare_unbounded(schema: Any) -> Any:
+    lowered = lower_checked(schema, filtered=False)
+    if all("allOf" not in part for part in all_parts(lowered.schema) if isinstance(part, dict)):
+        lowered = lowered._replace(schema=_unbounded(lowered.schema))
+    return require_enforced(examine_schema(lowered))
+
+
+def _unbounded(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    changed = change_parts(schema, lambda part, _: _unbounded(part))
+    if "$defs" in schema:
+        changed["$defs"] = {name: _unbounded(part) for name, part in schema["$defs"].items()}
+    if changed.keys() <= _COUNTED:
+        changed.pop("maxLength", None)
+    return changed
+
+
 _REGIONS = ("dispatch", "triggered_tags")
 _TOKEN_LISTS = ("exclude_tokens", "trigger_tokens")
 
@@ -145,6 +189,8 @@ class TokenTag(NamedTuple):
 
 def with_tokens(tag: Any, vocabulary: Vocabulary) -> TokenTag:
     """Turn the names of added tokens in the strings of a structural tag into token formats.
+
+    Free text next to them becomes a part of the type ``text_without``.
 
     Raises GrammarCompileError for a tag that names a token which ends the text, one where xgrammar
     cannot keep it out of free text, and one that is none.
@@ -362,7 +408,18 @@ def _edge(parts: list[dict[str, Any]]) -> Any:
 def _free_text(excluded: list[str]) -> dict[str, Any]:
     if not all(excluded):
         raise GrammarCompileError("the structural_tag excludes the empty text; leave it out")
-    return {"type": "grammar", "grammar": text_without(excluded)}
+    return {"type": _TEXT, "excludes": list(excluded)}
+
+
+def with_rules_for_text(tag: Any) -> Any:
+    """A tag of ``with_tokens`` as xgrammar reads it, with rules for free text of characters."""
+    if isinstance(tag, list):
+        return [with_rules_for_text(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == _TEXT:
+        return {"type": "grammar", "grammar": text_without(tag["excludes"])}
+    return {key: with_rules_for_text(value) for key, value in tag.items()}
 
 
 def _after_token(tag: dict[str, Any]) -> dict[str, Any]:

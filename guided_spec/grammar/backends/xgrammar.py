@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, gbnf_ebnf, json_ebnf, regex_ebnf
-from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
+from guided_spec.grammar.backends.tag import (
+    bound_whitespace,
+    prepare_tag,
+    with_rules_for_text,
+    with_tokens,
+)
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
 from guided_spec.grammar.recipe import Recipe
@@ -146,6 +151,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         with _reported(kind):
             prepared = bound_whitespace(prepared)
         tag, named = with_tokens(prepared, self.vocabulary)
+        tag = with_rules_for_text(tag)
         spend_on_value(tag)
         return self._build(XGrammarSource(XGrammarText(kind, json.dumps(tag)), named=named))
 

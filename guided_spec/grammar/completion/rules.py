@@ -14,6 +14,7 @@ from typing import NamedTuple
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.printed import set_ranges, unescape
+from guided_spec.grammar.backends.tag import ending_rules
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.completion.spelling import NO_TEXT, mark_of
@@ -24,10 +25,11 @@ from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize, to_fullm
 def tells_rules(compiled: CompiledGrammar) -> bool:
     """Whether ``rules_of`` may know the rules of a compiled grammar.
 
-    llguidance tells those of a regex or choice only, registered backends none.
+    llguidance tells those of a regex, choice or tag only, registered backends none.
     """
-    is_pattern = isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None
-    return is_pattern or isinstance(compiled, XGrammarGrammar)
+    if isinstance(compiled, LLGuidanceGrammar):
+        return compiled.pattern is not None or compiled.tag is not None
+    return isinstance(compiled, XGrammarGrammar)
 
 
 class RuleSource(NamedTuple):
@@ -52,6 +54,12 @@ def source_of(compiled: CompiledGrammar) -> RuleSource:
         return RuleSource(str(compiled.compiled.grammar), is_regex=False, named=named)
     if isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
         return RuleSource(compiled.pattern, is_regex=True)
+    if isinstance(compiled, LLGuidanceGrammar) and compiled.tag is not None:
+        try:
+            text = ending_rules(compiled.tag, compiled.source.vocabulary)
+        except GrammarCompileError as error:
+            raise UnreadableGrammarError("xgrammar does not take the tag") from error
+        return RuleSource(text, is_regex=False, named=compiled.source.named)
     raise UnreadableGrammarError("its backend does not tell its rules")
 
 
@@ -63,14 +71,14 @@ def rules_of(compiled: CompiledGrammar) -> Rules:
 _CHARACTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}|([^\\()\[\]{}|.^$*+?])")
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-fA-F]+\}|-)*)\]")
 _RANGE = re.compile(r"\\u\{([0-9a-fA-F]+)\}(?:-\\u\{([0-9a-fA-F]+)\})?")
-_REPEAT = re.compile(r"\{(\d+),(\d+)\}|\*|\+")
+_REPEAT = re.compile(r"\{(\d+),(\d*)\}|\*|\+")
 
 
 class RegexReader:
     """Adds the states of a regex to ``rules``.
 
     text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, and the repeats
-        ``{1,3}``, ``*`` and ``+``.
+        ``{1,3}``, ``{2,}``, ``*`` and ``+``.
     in_json: inside of a JSON string, where the backend refuses characters that JSON escapes, and
         the backslash, even if the regex holds them.
     """
@@ -142,7 +150,7 @@ class RegexReader:
             if repeat.group(1) is None:
                 least, most = int(repeat.group() == "+"), -1
             else:
-                least, most = int(repeat.group(1)), int(repeat.group(2))
+                least, most = int(repeat.group(1)), int(repeat.group(2) or -1)
         rules.calls[state].append(Call(first, then, least, most))
         return then
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
 
+from guided_spec.grammar.languages import without_lookahead
 from guided_spec.grammar.steps import spend
 
 _OF_SPELLING = 8  # steps of reading one schema
@@ -41,6 +42,7 @@ _MAPS = (
 _DATA = ("enum", "const", "default", "examples")
 # Neither a lookbehind nor an escaped parenthesis.
 _GROUP = re.compile(r"((?<!\\)(?:\\\\)*)\(\?<(?=[A-Za-z_])")
+_FOREIGN = re.compile(r"\(\?(?:<[A-Za-z_]|[=!])")
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
 
@@ -88,15 +90,16 @@ def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
             stack += [part for _, part in subschemas(node)]
 
 
-def for_python(schema: Any) -> Any:
+def for_python(schema: Any, *, is_plain: bool = False) -> Any:
     """A schema of the same meaning that Python's libraries read.
 
     Patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``. ``dependencies`` are
     all schemas where some are: referencing 0.37 takes the first of them for all.
+    is_plain: without lookahead too, where patterns begin with it.
     """
     if not isinstance(schema, dict) or not any(map(_is_foreign, _schemas(schema))):
         return schema
-    return _for_python(schema)
+    return _for_python(schema, _plainly_in_python if is_plain else _in_python)
 
 
 def _is_foreign(node: dict[str, Any]) -> bool:
@@ -107,7 +110,7 @@ def _is_foreign(node: dict[str, Any]) -> bool:
     patterns = [*named] if isinstance(named, dict) else []
     if "pattern" in node:
         patterns.append(node["pattern"])
-    return any(isinstance(text, str) and _GROUP.search(text) for text in patterns)
+    return any(isinstance(text, str) and _FOREIGN.search(text) for text in patterns)
 
 
 def _is_mixed(dependencies: Any) -> bool:
@@ -115,17 +118,18 @@ def _is_mixed(dependencies: Any) -> bool:
     return len({isinstance(part, list) for part in parts}) > 1
 
 
-def _for_python(value: Any) -> Any:
+def _for_python(value: Any, write: Callable[[str], str]) -> Any:
     if isinstance(value, list):
-        return [_for_python(part) for part in value]
+        return [_for_python(part, write) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {k: v if k in _DATA else _for_python(v) for k, v in value.items()}
+    changed = {k: v if k in _DATA else _for_python(v, write) for k, v in value.items()}
     if isinstance(value.get("pattern"), str):
-        changed["pattern"] = _in_python(value["pattern"])
-    if isinstance(changed.get("patternProperties"), dict):
-        parts = changed["patternProperties"].items()
-        changed["patternProperties"] = {_in_python(pattern): part for pattern, part in parts}
+        changed["pattern"] = write(value["pattern"])
+    if isinstance(parts := changed.get("patternProperties"), dict):
+        written = {write(pattern): part for pattern, part in parts.items()}
+        if len(written) == len(parts):  # else two of them say the same, and both hold
+            changed["patternProperties"] = written
     if _is_mixed(value.get("dependencies")):
         changed["dependencies"] = {
             name: {"required": part} if isinstance(part, list) else part
@@ -136,6 +140,11 @@ def _for_python(value: Any) -> Any:
 
 def _in_python(pattern: str) -> str:
     return _GROUP.sub(lambda found: f"{found[1]}(?P<", pattern)
+
+
+def _plainly_in_python(pattern: str) -> str:
+    named = _in_python(pattern)
+    return without_lookahead(named) or named
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -477,7 +477,7 @@ def lower(
     filtered: leaves ``uniqueItems`` to the filter of ``text.unique_items``, where that can.
     additional: "closed" closes objects, see ``closed``.
     """
-    schema = for_python(schema)
+    schema = for_python(schema, is_plain=True)
     lowered = Lowered(schema, ())
     dated = with_draft(schema)
     if needs_lowering(dated):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
+from guided_spec.grammar.languages import outside
 from guided_spec.grammar.schema.document import Document, Target
 from guided_spec.grammar.schema.joining import any_of, join_all
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
@@ -304,9 +305,10 @@ def _of_values(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At)
 def _of_pattern(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     if "string" not in at.types:
         return Disjuncts([])
-    written = other_characters(words[keyword])
+    short = other_characters(words[keyword])
+    written = short or outside(words[keyword])
     schemas = [{"type": "string", "pattern": written}] if written else []
-    return Disjuncts(schemas, exact=False)
+    return Disjuncts(schemas, exact=written is not None and short is None)
 
 
 def _of_not(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:

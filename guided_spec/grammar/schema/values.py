@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import referencing.exceptions
 
+from guided_spec.grammar.languages import are_apart
 from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.counting import ValueCheck
 from guided_spec.grammar.schema.document import Document, refers
@@ -245,7 +246,8 @@ class Demands:
 
     values: the only ones, if there are few. names: the only keys, if they are known. parts: for a
     key, the schemas of its value. extras: schemas of all keys but some. first: what a string can
-    begin with. options: lists of schemas; one of each list holds.
+    begin with. patterns: that each string matches. options: lists of schemas; one of each list
+    holds.
     """
 
     types: frozenset[str] = ALL_TYPES
@@ -256,6 +258,7 @@ class Demands:
     parts: dict[str, list[Any]] = field(default_factory=dict)
     extras: list[tuple[frozenset[str], Any]] = field(default_factory=list)
     first: frozenset[str] | None = None
+    patterns: list[str] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
     options: list[list[Any]] = field(default_factory=list)
     low: dict[str, float] = field(default_factory=dict)
@@ -345,8 +348,10 @@ class Disjointness:
         spend(1 + len(one.required) + len(other.required))
         if kind == "array" and low >= 1:
             return any(self._apart([a], [b], depth - 1) for a in one.items for b in other.items)
-        if kind == "string" and one.first is not None and other.first is not None:
-            return not one.first & other.first
+        if kind == "string":
+            if one.first is not None and other.first is not None and not one.first & other.first:
+                return True
+            return any(are_apart(a, b) for a in one.patterns for b in other.patterns)
         if kind != "object":
             return False
         for mine, theirs in ((one, other), (other, one)):
@@ -404,6 +409,7 @@ class Disjointness:
         first = _first_characters(words["pattern"]) if "pattern" in words else None
         if first is not None:
             found.first = first if found.first is None else found.first & first
+        found.patterns += [words["pattern"]] if "pattern" in words else []
         for kind, low, high in _RANGES:
             if low in words:
                 found.low[kind] = max(words[low], found.low.get(kind, -math.inf))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from guided_spec.kinds import require_known_fields
 from guided_spec.server.faults import invalid_value
+
+_LOG = logging.getLogger(__name__)
 
 _OF_ALL = frozenset({"role", "content", "name"})
 _OF_ROLE = {
@@ -71,7 +75,10 @@ def template_variables(
 
 
 _PLAIN = "medium"  # OpenAI's default, which asks for nothing
-_EFFORTS = ("none", "minimal", "low", _PLAIN, "high", "xhigh", "max")
+_STYLES = {
+    "reasoning_effort": ("none", "minimal", "low", _PLAIN, "high", "xhigh", "max"),
+    "verbosity": ("low", _PLAIN, "high"),
+}
 
 
 def style_variables(
@@ -79,8 +86,9 @@ def style_variables(
 ) -> dict[str, Any]:
     """What tells the chat template how much to think and to say.
 
-    Where it knows of no effort, it may know whether to think at all. Raises ApiError for what the
-    template does not read, as the answer would be the same without it.
+    Where it knows of no effort, it may know whether to think at all. What it does not read changes
+    nothing, since clients send it to every model; the log says so once. Raises ApiError for values
+    that no template is known to read.
     """
     named = frozenset(re.findall(r"\w+", template))
     asked = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
@@ -90,12 +98,23 @@ def style_variables(
             continue
         if name in named:
             variables[name] = value
-        elif name == "reasoning_effort" and value in _EFFORTS and "enable_thinking" in named:
-            variables["enable_thinking"] = value != "none"
-        elif (name, value) != ("reasoning_effort", "none"):
-            fix = f'this model\'s chat template does not read it; leave it out, or use "{_PLAIN}"'
+        elif value not in _STYLES[name]:
+            fix = f"this model's chat template does not read it; {name} is {_listed(_STYLES[name])}"
             raise invalid_value(f"{name}={value!r:.40}: {fix}", name)
+        elif name == "reasoning_effort" and "enable_thinking" in named:
+            variables["enable_thinking"] = value != "none"
+        elif value != "none":
+            _say_unread(name, value)
     return variables
+
+
+def _listed(values: Sequence[str]) -> str:
+    return f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+@lru_cache(maxsize=64)
+def _say_unread(name: str, value: str) -> None:
+    _LOG.warning("%s=%r changes nothing: this model's chat template does not read it", name, value)
 
 
 def plain_text(content: Any, path: str) -> str:

@@ -46,7 +46,8 @@ ONLY_LLGUIDANCE: tuple[dict[str, Any], ...] = (
 )
 NEITHER = {"type": "number", "multipleOf": 0.1}
 OPEN = {"type": "object", "properties": {"a": INTEGER}}
-OVERLAPPING = [{"type": "string", "pattern": "a"}, {"const": "b"}, {"minLength": 3}]
+# What a pattern with this flag excludes is not written.
+OVERLAPPING = [{"type": "string", "pattern": "(?m)a"}, {"const": "b"}, {"minLength": 3}]
 REFUSED = {"type": "object", "properties": {"a": {"type": "string", "oneOf": OVERLAPPING}}}
 
 

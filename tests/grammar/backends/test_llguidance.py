@@ -23,6 +23,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher, legal_row
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.spec import GrammarSpec
@@ -429,3 +430,24 @@ def test_branches_with_too_many_keys_in_all_are_refused() -> None:
     ]
     with pytest.raises(UnsupportedSchemaError, match="can follow at one place"):
         LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema({"anyOf": objects}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "number", "minimum": -1.79769e308, "exclusiveMaximum": 1.79769e308},
+    ],
+)
+def test_bounds_that_mean_no_limit_are_cut_with_a_note(schema: Any) -> None:
+    document = SpecDocument(GrammarSpec.json_schema(schema))
+    compiled = LLGuidanceBackend(BYTES).compile_document(document)
+    for text, is_taken in (("9007199254740991", True), ("-12", True), ("9007199254740993", False)):
+        matcher = compiled.new_matcher()
+        assert all(map(matcher.accept_token, (*text.encode(), 256))) == is_taken, text
+    reasons = [note.reason for note in LLGuidanceBackend(BYTES).entries(document)]
+    assert "no numbers beyond 2**53 are written" in reasons
+    with pytest.raises(UnsupportedSchemaError, match="beyond 2"):
+        LLGuidanceBackend(BYTES).compile(
+            GrammarSpec.json_schema({"type": "integer", "minimum": 2**60})
+        )

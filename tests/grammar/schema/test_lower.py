@@ -217,10 +217,10 @@ def test_draft_4(schema: dict[str, Any], valid: list[Any], invalid: list[Any]) -
         ({"uniqueItems": True, "items": {"pattern": "^a?$"}, "minItems": 3}, "uniqueItems"),
         ({"not": {"multipleOf": 2}}, "not"),
         (
-            {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "minLength": 2}]},
+            {"oneOf": [{"type": "string", "pattern": "(?m)a"}, {"type": "string", "minLength": 2}]},
             "oneOf",
         ),
-        ({"if": {"pattern": "a|b"}, "else": {"type": "null"}, "type": "string"}, "if"),
+        ({"if": {"pattern": "(?m)a|b"}, "else": {"type": "null"}, "type": "string"}, "if"),
         ({"propertyNames": {"pattern": "a", "minLength": 2}}, "propertyNames"),
         (
             {"properties": {name: {} for name in "abcdefghijklmnop"}, "minProperties": 8},

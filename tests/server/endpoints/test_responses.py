@@ -114,14 +114,13 @@ def test_the_shape_is_openai_s(served: Running) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]: must have"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity='low'"),
         ({"text": {"verbosity": "lots"}}, "text.verbosity: must be one of low, medium, high"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no"),
         ({"background": True}, "background: this server answers while its client waits"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort='low': this model's chat template"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning.effort='lots': this model's chat template"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
     ],
 )
@@ -158,7 +157,7 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
             "text.format.schema",
             "must be",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "does not read it"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "does not read it"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             *("input[0].content", "input[0].content[0]: this model reads text, not 'input_image'"),
@@ -210,8 +209,8 @@ def test_styles(template: str, effort: Any, verbosity: Any, expected: Any) -> No
     ("template", "effort", "verbosity", "reason"),
     [
         ("{{ enable_thinking }}", "lots", None, "reasoning_effort='lots': this model's"),
-        ("{{ reasoning_efforts }}", "low", None, "reasoning_effort='low'"),
-        ("{{ reasoning_effort }}", "low", "high", "verbosity='high'.*does not read it"),
+        ("{{ reasoning_efforts }}", "lower", None, "reasoning_effort='lower'.* none, minimal, "),
+        ("{{ reasoning_effort }}", "low", "lots", "verbosity='lots'.* is low, medium or high"),
     ],
 )
 def test_styles_that_no_template_reads(
@@ -219,6 +218,15 @@ def test_styles_that_no_template_reads(
 ) -> None:
     with pytest.raises(ApiError, match=reason):
         style_variables(effort, verbosity, template)
+
+
+def test_styles_that_change_nothing_are_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = "{{ a template of its own }}"
+    for _ in range(2):  # values of which no other test is told
+        assert style_variables("max", "high", template) == {}
+        assert style_variables("none", "medium", template) == {}
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["reasoning_effort='max' changes nothing", "verbosity='high' changes nothing"]
 
 
 def test_items_become_messages() -> None:
