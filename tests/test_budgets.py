@@ -12,9 +12,9 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 800,  # files of requests and rows
-    "cli": 1_780,  # 200 more: batches, resources of a schema
+    "cli": 1_870,  # 290 more: batches, resources of a schema, tasks of bench
     "engine": 6_520,  # 380 more: maps of rows, templates, custom tools, speed in the bar
-    "evaluate": 1_020,
+    "evaluate": 1_260,  # 240 more: tasks, kinds of tokens, tables of gains
     "grammar": 18_490,  # 1,530 more: custom tools, endings, resources, drafts, unions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_750,
