@@ -60,6 +60,7 @@ def _gain(one: Measurement | None, plain: Measurement | None) -> str:
 def _details(found: Sequence[Measurement]) -> str:
     heads = ["task", "temperature", "requests", "proposer", "tokens/s", "tokens/forward"]
     heads += ["drafts accepted", "forced", "constrained", "free", "written forced", "valid", "same"]
+    heads += ["failed"]
     lines = []
     for one in found:
         kinds = one.kinds
@@ -74,7 +75,7 @@ def _details(found: Sequence[Measurement]) -> str:
                 *(f"{one.tokens_per_second:.0f}", f"{one.acceptance_length:.2f}"),
                 _share(one.accepted, one.drafted),
                 *by_kind,
-                *(f"{one.valid:.0%}", f"{one.same_text:.0%}"),
+                *(f"{one.valid:.0%}", f"{one.same_text:.0%}", str(one.failed)),
             ]
         )
     return _table(heads, lines, left=4)
