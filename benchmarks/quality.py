@@ -200,17 +200,17 @@ def _plain(text: str) -> str:
     return _IGNORED.sub("", text).lower().replace("'", '"')
 
 
-def quality_markdown(found: Sequence[Quality]) -> str:
-    """A row for each way of each task."""
-    heads = "| task | temperature | way | valid | exact | cut | tokens an answer | tokens/forward |"
-    lines = [heads, "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"]
-    for one in found:
-        shares = [f"{part / one.requests:.1%}" for part in (one.valid, one.exact, one.cut)]
-        length = f"{one.tokens / one.requests:.0f}"
-        speed = f"{one.tokens / one.forwards:.2f}" if one.forwards else ""
-        cells = [one.task, f"{one.temperature:g}", one.way, *shares, length, speed]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+HEADS = "| task | temperature | way | valid | exact | cut | tokens an answer | tokens/forward |"
+RULE = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"
+
+
+def row(one: Quality) -> str:
+    """Of a table of Markdown, below ``HEADS`` and ``RULE``."""
+    shares = [f"{part / one.requests:.1%}" for part in (one.valid, one.exact, one.cut)]
+    length = f"{one.tokens / one.requests:.0f}"
+    speed = f"{one.tokens / one.forwards:.2f}" if one.forwards else ""
+    cells = [one.task, f"{one.temperature:g}", one.way, *shares, length, speed]
+    return "| " + " | ".join(cells) + " |"
 
 
 def measure_all(
@@ -243,11 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options |= {"kv_memory_bytes": asked.kv_memory_bytes, "max_batch_size": asked.batch_size}
     with LLM(asked.model, **{k: v for k, v in options.items() if v is not None}) as llm:
         how = {"limit": asked.limit, "temperatures": asked.temperatures, "tokens": asked.max_tokens}
-        found = list(measure_all(llm, tasks=asked.tasks, **how))
-    if asked.output is not None:
-        records = [one._asdict() for one in found]
-        asked.output.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(quality_markdown(found))
+        records: list[dict[str, Any]] = []
+        sys.stdout.write(f"{HEADS}\n{RULE}\n")
+        for one in measure_all(llm, tasks=asked.tasks, **how):
+            sys.stdout.write(f"{row(one)}\n")
+            sys.stdout.flush()
+            records.append(one._asdict())
+            if asked.output is not None:  # what a run that is stopped has measured stays
+                asked.output.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
