@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,30 +35,82 @@ WITHOUT_DRAFT = "ngram,grammar_forced,chain:grammar_forced+ngram"
 WITH_DRAFT = "auto,chain:grammar_forced+auto"
 
 
-@with_options
-def bench(
-    workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What is measured apart, and the tables of it."""
+
     tasks: Annotated[
         str | None,
         typer.Option(help="Prompts of the package instead: extraction,tools,chat; all for all."),
-    ] = None,
+    ] = None
+    temperatures: Annotated[
+        str | None, typer.Option(help="Several, such as 0,0.7, instead of --temperature.")
+    ] = None
+    by_kind: Annotated[
+        bool, typer.Option("--by-kind", help="Count drafts by kind of token; writes texts twice.")
+    ] = False
+    markdown: Annotated[Path | None, typer.Option(help="Write tables of Markdown here.")] = None
+
+    def check(self, workload: Path | None, plot: Path | None) -> None:
+        """Raise ConfigError for options that exclude each other, and for a file that cannot be."""
+        if self.markdown is not None:
+            require_writable("--markdown", self.markdown)
+        if self.tasks is not None and workload is not None:
+            fix = "excludes --tasks: choose one of the two"
+            raise ConfigError("--workload", str(workload), fix)
+        if plot is not None and (self.tasks or self.temperatures):
+            fix = "draws one workload at one temperature: leave out --tasks and --temperatures"
+            raise ConfigError("--plot", str(plot), fix)
+
+    def heats(self) -> list[float]:
+        """The temperatures; none leaves that to the report. Raises ConfigError."""
+        if self.temperatures is None:
+            return []
+        try:
+            found = [float(part) for part in self.temperatures.split(",")]
+        except ValueError:
+            found = [-1.0]
+        if not all(0 <= each < float("inf") for each in found):
+            fix = "must be numbers of at least 0, comma-separated"
+            raise ConfigError("--temperatures", self.temperatures, fix)
+        return found
+
+    def items(self, workload: Path | None, limit: int | None) -> list[WorkItem]:
+        """The requests of the tasks, or else of the workload, or else the held-out documents."""
+        from guided_spec.bundled import bundled_asset
+        from guided_spec.evaluate.measurement import TASKS, load_tasks, load_workload
+
+        if self.tasks is None:
+            return load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
+        names = TASKS if self.tasks == "all" else [name.strip() for name in self.tasks.split(",")]
+        return load_tasks(names, limit)
+
+    def write(self, measurements: list[Measurement], model: str | None) -> None:
+        """Write the tables, if they were asked for."""
+        if self.markdown is None:
+            return
+        from guided_spec.bundled import BUNDLED
+        from guided_spec.evaluate.gains import gains_markdown
+
+        origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
+        text = gains_markdown(measurements, model or BUNDLED, origin)
+        write_text("--markdown", self.markdown, text)
+
+
+@with_options
+def bench(
+    workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
     proposers: Annotated[
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
     ] = None,
     *,
     load: ModelOptions,
+    apart: TaskOptions,
     reports: ReportOptions,
     batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
-    temperatures: Annotated[
-        str | None, typer.Option(help="Several, such as 0,0.7, instead of --temperature.")
-    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Requests to run at most, of each task.")
     ] = None,
-    by_kind: Annotated[
-        bool, typer.Option("--by-kind", help="Count drafts by kind of token; writes texts twice.")
-    ] = False,
-    markdown: Annotated[Path | None, typer.Option(help="Write tables of Markdown here.")] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     as_json: Json = False,
     _verbose: Verbose = False,
@@ -65,63 +118,26 @@ def bench(
     """Compare proposers on a workload.
 
     Plain constrained decoding and transformers' own generate are measured as well; the latter
-    at batch size 1 and temperature 0 only, where it does the same work. Without --workload and
-    --tasks the held-out documents that come with the package are used.
+    at batch size 1 and temperature 0 only, where it does the same work, and not on tasks. Without
+    --workload and --tasks the held-out documents that come with the package are used.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
-    several = [] if temperatures is None else _temperatures(temperatures)
-    if markdown is not None:
-        require_writable("--markdown", markdown)
-    if reports.plot is not None and (tasks or several):
-        fix = "draws one workload at one temperature: leave out --tasks and --temperatures"
-        raise ConfigError("--plot", str(reports.plot), fix)
+    apart.check(workload, reports.plot)
     from guided_spec.evaluate.measurement import Plan, run_plan
 
-    names = proposer_list(proposers or _default_proposers(load))
-    items = _items(workload, tasks, limit)
-    with_transformers = 0 in (several or [params.temperature]) and not tasks
-    plan = Plan(items, names, params, with_transformers, batches, several, by_kind)
+    names, heats = proposer_list(proposers or _default_proposers(load)), apart.heats()
+    items = apart.items(workload, limit)
+    with_transformers = 0 in (heats or [params.temperature]) and apart.tasks is None
+    plan = Plan(items, names, params, with_transformers, batches, heats, apart.by_kind)
     with working("loading the model"):
         llm = load.load(proposer="none", verifier=verifier, max_batch_size=max(batches))
     with llm:
         measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
-    if markdown is not None:
-        write_text("--markdown", markdown, _markdown(measurements, load))
+    apart.write(measurements, load.model)
     if not as_json:
         print_table(_table(measurements))
-
-
-def _items(workload: Path | None, tasks: str | None, limit: int | None) -> list[WorkItem]:
-    from guided_spec.bundled import bundled_asset
-    from guided_spec.evaluate.measurement import TASKS, load_tasks, load_workload
-
-    if tasks is None:
-        return load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
-    if workload is not None:
-        raise ConfigError("--workload", str(workload), "excludes --tasks: choose one of the two")
-    names = TASKS if tasks == "all" else [name.strip() for name in tasks.split(",")]
-    return load_tasks(names, limit)
-
-
-def _temperatures(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = [-1.0]
-    if not all(0 <= each < float("inf") for each in found):
-        fix = "must be numbers of at least 0, comma-separated"
-        raise ConfigError("--temperatures", text, fix)
-    return found
-
-
-def _markdown(measurements: list[Measurement], load: ModelOptions) -> str:
-    from guided_spec.bundled import BUNDLED
-    from guided_spec.evaluate.gains import gains_markdown
-
-    origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
-    return gains_markdown(measurements, load.model or BUNDLED, origin)
 
 
 def _batch_sizes(text: str) -> list[int]:
