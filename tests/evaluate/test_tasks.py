@@ -88,7 +88,8 @@ def measured() -> list[Measurement]:
             temperatures=(0.0, 0.9),
             **settings,
         )
-        return run_plan(llm, plan, [].append)
+        names: list[str] = []
+        return run_plan(llm, plan, names.append)
 
 
 def test_tasks_are_measured_apart(measured: list[Measurement]) -> None:
