@@ -12,9 +12,9 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 800,  # files of requests and rows
-    "cli": 1_780,  # 200 more: batches, resources of a schema
+    "cli": 1_870,  # 290 more: batches, resources of a schema, tasks of bench
     "engine": 6_520,  # 380 more: maps of rows, templates, custom tools, speed in the bar
-    "evaluate": 1_020,
+    "evaluate": 1_260,  # 240 more: tasks, kinds of tokens, tables of gains
     "grammar": 19_680,  # 1,190 more: structural tags as llguidance's grammars, patterns as sets
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
@@ -23,7 +23,7 @@ BUDGETS = {
     "proposers": 3_240,  # 60 more: the graphs of whole drafts, which were in models
     "server": 4_675,  # 15 more: what a template does not read is in the log
     "trace": 760,
-    "training": 6_430,
+    "training": 6_440,  # 10 more: answers that are written together
     ".": 2_220,  # 110 more: the nearest known names, texts cut short
 }
 MOST_LINES, MOST_MODULES = 600, 16

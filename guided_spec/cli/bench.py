@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,16 +13,88 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
-from guided_spec.cli.options import ModelOptions, ReportOptions, proposer_list, with_options
+from guided_spec.cli.options import (
+    ModelOptions,
+    ReportOptions,
+    proposer_list,
+    require_writable,
+    with_options,
+    write_text,
+)
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.plots import bench_figures
+from guided_spec.evaluate.plots import Origin, bench_figures
 
 if TYPE_CHECKING:  # these load torch
-    from guided_spec.evaluate.measurement import Measurement
+    from guided_spec.evaluate.measurement import Measurement, WorkItem
 
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
+
+WITHOUT_DRAFT = "ngram,grammar_forced,chain:grammar_forced+ngram"
+WITH_DRAFT = "auto,chain:grammar_forced+auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What is measured apart, and the tables of it."""
+
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Prompts of the package instead: extraction,tools,chat; all for all."),
+    ] = None
+    temperatures: Annotated[
+        str | None, typer.Option(help="Several, such as 0,0.7, instead of --temperature.")
+    ] = None
+    by_kind: Annotated[
+        bool, typer.Option("--by-kind", help="Count drafts by kind of token; writes texts twice.")
+    ] = False
+    markdown: Annotated[Path | None, typer.Option(help="Write tables of Markdown here.")] = None
+
+    def check(self, workload: Path | None, plot: Path | None) -> None:
+        """Raise ConfigError for options that exclude each other, and for a file that cannot be."""
+        if self.markdown is not None:
+            require_writable("--markdown", self.markdown)
+        if self.tasks is not None and workload is not None:
+            fix = "excludes --tasks: choose one of the two"
+            raise ConfigError("--workload", str(workload), fix)
+        if plot is not None and (self.tasks or self.temperatures):
+            fix = "draws one workload at one temperature: leave out --tasks and --temperatures"
+            raise ConfigError("--plot", str(plot), fix)
+
+    def heats(self) -> list[float]:
+        """The temperatures; none leaves that to the report. Raises ConfigError."""
+        if self.temperatures is None:
+            return []
+        try:
+            found = [float(part) for part in self.temperatures.split(",")]
+        except ValueError:
+            found = [-1.0]
+        if not all(0 <= each < float("inf") for each in found):
+            fix = "must be numbers of at least 0, comma-separated"
+            raise ConfigError("--temperatures", self.temperatures, fix)
+        return found
+
+    def items(self, workload: Path | None, limit: int | None) -> list[WorkItem]:
+        """The requests of the tasks, or else of the workload, or else the held-out documents."""
+        from guided_spec.bundled import bundled_asset
+        from guided_spec.evaluate.measurement import TASKS, load_tasks, load_workload
+
+        if self.tasks is None:
+            return load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
+        names = TASKS if self.tasks == "all" else [name.strip() for name in self.tasks.split(",")]
+        return load_tasks(names, limit)
+
+    def write(self, measurements: list[Measurement], model: str | None) -> None:
+        """Write the tables, if they were asked for."""
+        if self.markdown is None:
+            return
+        from guided_spec.bundled import BUNDLED
+        from guided_spec.evaluate.gains import gains_markdown
+
+        origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
+        text = gains_markdown(measurements, model or BUNDLED, origin)
+        write_text("--markdown", self.markdown, text)
 
 
 @with_options
@@ -30,9 +105,12 @@ def bench(
     ] = None,
     *,
     load: ModelOptions,
+    apart: TaskOptions,
     reports: ReportOptions,
     batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
-    limit: Annotated[int | None, typer.Option(min=1, help="Requests to run at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Requests to run at most, of each task.")
+    ] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     as_json: Json = False,
     _verbose: Verbose = False,
@@ -40,22 +118,24 @@ def bench(
     """Compare proposers on a workload.
 
     Plain constrained decoding and transformers' own generate are measured as well; the latter
-    at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
-    held-out documents that come with the package are used.
+    at batch size 1 and temperature 0 only, where it does the same work, and not on tasks. Without
+    --workload and --tasks the held-out documents that come with the package are used.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
-    from guided_spec.bundled import bundled_asset
-    from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
+    apart.check(workload, reports.plot)
+    from guided_spec.evaluate.measurement import Plan, run_plan
 
-    names = proposer_list(proposers or _default_proposers(load.model))
-    items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
-    plan = Plan(items, names, params, params.temperature == 0, batches)
+    names, heats = proposer_list(proposers or _default_proposers(load)), apart.heats()
+    items = apart.items(workload, limit)
+    with_transformers = 0 in (heats or [params.temperature]) and apart.tasks is None
+    plan = Plan(items, names, params, with_transformers, batches, heats, apart.by_kind)
     with working("loading the model"):
         llm = load.load(proposer="none", verifier=verifier, max_batch_size=max(batches))
     with llm:
         measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
+    apart.write(measurements, load.model)
     if not as_json:
         print_table(_table(measurements))
 
@@ -67,34 +147,31 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _default_proposers(model: str | None) -> str:
-    """With the bundled model its draft heads too."""
+def _default_proposers(load: ModelOptions) -> str:
+    """With the bundled model its draft heads too; with another what its draft, if any, can be."""
     from guided_spec.bundled import bundled_asset, named_model
 
-    if named_model(model) != bundled_asset("target"):
-        return DEFAULT_PROPOSERS
+    if named_model(load.model) != bundled_asset("target"):
+        return WITHOUT_DRAFT if load.draft is None else f"{WITHOUT_DRAFT},{WITH_DRAFT}"
     heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in ("eagle3", "mtp")]
     return ",".join([DEFAULT_PROPOSERS, *heads])
 
 
 def _table(measurements: list[Measurement]) -> Table:
-    """Within 80 columns; ``as_dict`` has more. Several batch sizes have a column."""
-    is_one_size = len({m.batch_size for m in measurements}) == 1
-    heads: tuple[str, ...] = (
-        "tokens\n/s",
-        "tokens\n/forward",
-        "accepted",
-        "mask µs\n/token",
-        "valid",
-        "same\ntext",
-    )
-    heads = heads if is_one_size else ("batch", *heads)
-    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    """Within 80 columns; ``as_dict`` has more. What differs among the rows has a column."""
+    about = {
+        "task": [m.task for m in measurements],
+        "temp.": [f"{m.temperature:g}" for m in measurements],
+        "batch": [str(m.batch_size) for m in measurements],
+    }
+    about = {head: cells for head, cells in about.items() if len(set(cells)) > 1}
+    heads = ("tokens\n/s", "tokens\n/forward", "accepted", "mask µs\n/token", "valid", "same\ntext")
+    columns = (Column(head, justify="right", no_wrap=True) for head in (*about, *heads))
     table = Table(Column("proposer", overflow="fold"), *columns, box=SIMPLE, padding=0)
-    for m in measurements:
+    for at, m in enumerate(measurements):
         table.add_row(
             m.name,
-            *(() if is_one_size else (str(m.batch_size),)),
+            *(cells[at] for cells in about.values()),
             f"{m.tokens_per_second:.0f}",
             f"{m.acceptance_length:.2f}",
             f"{m.accepted / m.drafted:.0%}" if m.drafted else "",

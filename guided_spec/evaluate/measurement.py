@@ -23,10 +23,12 @@ import torch
 import xgrammar
 from jsonschema.validators import validator_for
 
+from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.process import frozen_heap
 from guided_spec.errors import ConfigError
+from guided_spec.evaluate.kinds import KindCounts
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import DEFAULT_MARKERS
@@ -46,11 +48,33 @@ REQUEST_KEYS = ("prompt", "messages", "answer", *GRAMMAR_KEYS, *NOTE_KEYS)
 
 
 class WorkItem(NamedTuple):
-    """One request: a prompt (text or chat messages), its grammar, and the right ``answer``."""
+    """One request: a prompt (text or chat messages), its grammar, and the right ``answer``.
+
+    task: of ``TASKS``; "" for a request of another workload.
+    """
 
     prompt: Any
     grammar: GrammarSpec | None
     answer: Any = None
+    task: str = ""
+
+
+TASKS = ("extraction", "classification", "code", "tools", "arithmetic", "chat")
+"""Workloads that come with the package; ``assets/tasks/README.md`` says where they are from."""
+
+
+def load_tasks(names: Sequence[str], limit: int | None = None) -> list[WorkItem]:
+    """Up to ``limit`` requests of each of ``TASKS`` that is named, one task after another.
+
+    Raises ConfigError for a name that is none of them.
+    """
+    items = []
+    for name in dict.fromkeys(names):
+        if name not in TASKS:
+            raise ConfigError("tasks", name, f"must be one of {', '.join(TASKS)}")
+        path = Path(bundled_asset("tasks")) / f"{name}.jsonl"
+        items += [item._replace(task=name) for item in load_workload(path, limit)]
+    return items
 
 
 def load_workload(path: Path, limit: int | None = None) -> list[WorkItem]:
@@ -88,6 +112,9 @@ class Measurement:
     mask_microseconds: host time on masks per output token; None where it was not measured.
     valid: share of the finished outputs that match their grammar.
     same_text: share of the requests whose text equals that of ``none`` at the same batch size.
+    task: of ``TASKS``; "" where all requests are measured together. draft: of the proposer's own,
+    "" for that of the LLM. temperature: of all requests.
+    kinds: drafts by kind of token, where the plan asked for it.
     """
 
     name: str
@@ -105,6 +132,10 @@ class Measurement:
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     batch_size: int = 1
+    task: str = ""
+    draft: str = ""
+    temperature: float = 0.0
+    kinds: KindCounts | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,7 +155,8 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         """Every field and every ratio, for JSON."""
         ratios = ("tokens_per_second", "forwards_per_token", "acceptance_length")
-        return asdict(self) | {name: getattr(self, name) for name in ratios}
+        kinds = None if self.kinds is None else self.kinds.as_dict()
+        return asdict(self) | {name: getattr(self, name) for name in ratios} | {"kinds": kinds}
 
 
 def measure_completions(
@@ -259,8 +291,12 @@ class Plan(NamedTuple):
 
     proposers: each is measured once, in this order, after plain constrained decoding (``none``,
         named here or not); ``name=draft`` is a proposer with another draft than the LLM's.
-    with_transformers: its ``generate`` too, where one request decodes at a time.
+    with_transformers: its ``generate`` too, where one request decodes at a time, greedily.
     batch_sizes: requests that decode together, measured one after another.
+    temperatures: measured one after another too; none of them leaves that to ``params``.
+    by_kind: whether all texts are written once more, traced, for ``Measurement.kinds``.
+
+    Items of different tasks are measured apart, one task after another.
     """
 
     items: Sequence[WorkItem]
@@ -268,6 +304,33 @@ class Plan(NamedTuple):
     params: SamplingParams
     with_transformers: bool
     batch_sizes: Sequence[int] = (1,)
+    temperatures: Sequence[float] = ()
+    by_kind: bool = False
+
+    def rounds(self) -> list[Round]:
+        """What an engine measures: every task at every temperature."""
+        tasks: dict[str, list[WorkItem]] = {}
+        for item in self.items:
+            tasks.setdefault(item.task, []).append(item)
+        sampled = [replace(self.params, temperature=each) for each in self.temperatures]
+        return [
+            Round(task, items, params)
+            for params in sampled or [self.params]
+            for task, items in tasks.items()
+        ]
+
+
+class Round(NamedTuple):
+    """Requests that are timed together."""
+
+    task: str
+    items: Sequence[WorkItem]
+    params: SamplingParams
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """Whose texts are compared."""
+        return self.task, self.params.temperature
 
 
 def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
@@ -288,21 +351,56 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
 def _run_batch(
     llm: LLM, plan: Plan, size: int, report: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    texts: list[str] = []
+    texts: dict[tuple[str, float], list[str]] = {}
     for proposer in dict.fromkeys(("none", *plan.proposers)):
         name, _, draft = proposer.partition("=")
         report(name)
         # What a proposer's drafts are worth must not decide whether they are made.
         changes: dict[str, Any] = {"max_batch_size": size, "drafting": "always"}
-        engine = llm.with_proposer(name, draft or None, **changes)
-        completions, seconds = run_items(engine, plan.items, plan.params)
-        texts = texts or [completion.text for completion in completions]
-        yield _measure(name, completions, seconds, plan, texts)
+        with llm.with_proposer(name, draft or None, **changes) as engine:
+            for number, each in enumerate(plan.rounds()):
+                # What steps capture, they do in the first round.
+                most = max(WARM_UP, 0 if number else size)
+                rehearse(engine, each.items, each.params, most)
+                measured, written = _run_round(engine, each, plan, texts.get(each.key))
+                texts.setdefault(each.key, written)
+                yield replace(measured, name=name, draft=draft)
         if proposer == "none" and plan.with_transformers and size == 1:
             report("transformers")
-            # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
-            with ThreadPoolExecutor(1) as pool:
-                yield pool.submit(_run_baseline, llm, plan, texts).result()
+            for each in plan.rounds():
+                if each.params.temperature == 0:
+                    # In its own thread, as our engine is: its pool of CPU threads ends with it.
+                    with ThreadPoolExecutor(1) as pool:
+                        yield pool.submit(_run_baseline, llm, each, texts[each.key]).result()
+
+
+class _Measured(NamedTuple):
+    measurement: Measurement
+    texts: list[str]
+
+
+def _run_round(engine: LLM, each: Round, plan: Plan, texts: Sequence[str] | None) -> _Measured:
+    """texts: of plain decoding; None where these are they."""
+    completions, seconds = time_items(engine, each.items, each.params)
+    written = [completion.text for completion in completions]
+    pairs = zip(written, written if texts is None else texts, strict=True)
+    measured = measure_completions(
+        engine.proposer,
+        completions,
+        seconds,
+        valid=valid_share(completions, each.items),
+        same_text=_share(text == plain for text, plain in pairs),
+    )
+    kinds = _count_kinds(engine, each) if plan.by_kind else None
+    about: dict[str, Any] = {"task": each.task, "temperature": each.params.temperature}
+    return _Measured(replace(measured, kinds=kinds, **about), written)
+
+
+def _count_kinds(engine: LLM, each: Round) -> KindCounts:
+    matched = [replace(each.params, grammar=item.grammar) for item in each.items]
+    prompts = [item.prompt for item in each.items]
+    outputs = engine.generate(prompts, matched, on_error="return", trace=True)
+    return KindCounts.from_traces(one.trace for one in outputs if one.trace is not None)
 
 
 class Timed(NamedTuple):
@@ -338,14 +436,14 @@ def time_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> T
     return Timed([output.completions[0] for output in outputs], seconds)
 
 
-def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
-    prompts = [llm.encode(item.prompt) for item in plan.items]
+def _run_baseline(llm: LLM, each: Round, texts: Sequence[str]) -> Measurement:
+    prompts = [llm.encode(item.prompt) for item in each.items]
     model, vocabulary = llm.model, llm.vocabulary
-    limit = plan.params.max_tokens
+    limit = each.params.max_tokens
     warm_up = slice(WARM_UP)
-    run_transformers(model, vocabulary, prompts[warm_up], plan.items[warm_up], max_tokens=limit)
-    run = run_transformers(model, vocabulary, prompts, plan.items, max_tokens=limit)
-    judged = zip(run.texts, plan.items, run.ended, strict=True)
+    run_transformers(model, vocabulary, prompts[warm_up], each.items[warm_up], max_tokens=limit)
+    run = run_transformers(model, vocabulary, prompts, each.items, max_tokens=limit)
+    judged = zip(run.texts, each.items, run.ended, strict=True)
     return Measurement(
         name="transformers",
         requests=len(prompts),
@@ -355,19 +453,8 @@ def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
         forwards=run.tokens,
         valid=_share(is_valid(t, i.grammar) for t, i, ended in judged if ended),
         same_text=_share(a == b for a, b in zip(run.texts, texts, strict=True)),
+        task=each.task,
     )
-
-
-def _measure(
-    name: str,
-    completions: Sequence[Completion],
-    seconds: float,
-    plan: Plan,
-    texts: Sequence[str],
-) -> Measurement:
-    valid = valid_share(completions, plan.items)
-    same = _share(c.text == t for c, t in zip(completions, texts, strict=True))
-    return measure_completions(name, completions, seconds, valid=valid, same_text=same)
 
 
 def _share(flags: Iterable[bool]) -> float:

@@ -17,7 +17,13 @@ BEST = "best"  # in the output folder of a run: the draft of the best validation
 
 _AT_LEAST_1 = (
     *("epochs", "max_steps", "batch_tokens", "gradient_accumulation", "max_length", "limit"),
-    *("draft_vocab_size", "regenerate_max_tokens", "keep_checkpoints", "log_every"),
+    *(
+        "draft_vocab_size",
+        "regenerate_max_tokens",
+        "regenerate_batch_size",
+        "keep_checkpoints",
+        "log_every",
+    ),
     *("num_draft_tokens", "decode_max_tokens"),
 )
 _AT_LEAST_0 = ("seed", "eval_every", "save_every", "workers", "decode_limit")
@@ -56,6 +62,7 @@ class TrainOptions:
     )
     regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)
     regenerate_max_tokens: int = option("Tokens of a written answer at most.", default=512)
+    regenerate_batch_size: int = option("Answers that it writes together.", default=16)
     features: str | None = option(
         "Folder of the target's hidden states; what is missing there is written to it.",
         default=None,

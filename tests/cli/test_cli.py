@@ -341,6 +341,19 @@ def test_bench_with_a_draft_of_its_own() -> None:
     assert report[1]["accepted"] > 0
 
 
+@pytest.mark.slow
+def test_bench_of_tasks(tmp_path: Path) -> None:
+    table = tmp_path / "gains.md"
+    arguments = ("--limit", "1", "--max-tokens", "12", "--temperatures", "0,0.5", "--by-kind")
+    arguments += ("--tasks", "classification,chat", "--proposers", "ngram")
+    result = run("bench", *arguments, "--markdown", str(table), "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = [(row["name"], row["temperature"], row["task"]) for row in json_lines(result)]
+    each = [(heat, task) for heat in (0.0, 0.5) for task in ("classification", "chat")]
+    assert rows == [(name, *rest) for name in ("none", "ngram") for rest in each]
+    assert "| `ngram` | 0.5 | 1 |" in table.read_text()
+
+
 def test_bench_of_a_missing_workload(model: str) -> None:
     result = run("bench", "--workload", "absent.jsonl", "--model", model)
     assert result.exit_code == 1
@@ -366,6 +379,11 @@ def test_tables_fit_80_columns() -> None:
         (("--output", "absent/report.json"), "is in no folder that exists"),
         (("--output", "."), "must be a file that can be written"),
         (("--proposers", "ngram,nobody"), "proposer='nobody': must be one of auto"),
+        (("--tasks", "chat,poetry"), "tasks='poetry': must be one of extraction"),
+        (("--tasks", "chat", "--workload", "a.jsonl"), "--workload='a.jsonl': excludes --tasks"),
+        (("--tasks", "chat", "--plot", "plots"), "--plot='plots': draws one workload"),
+        (("--temperatures", "0,warm"), "--temperatures='0,warm': must be numbers of at least 0"),
+        (("--markdown", "absent/a.md"), "--markdown='absent/a.md': is in no folder that exists"),
         (("--proposers", "ngram,"), "proposer='': must be one of auto"),
         (("--proposers", "chain:grammar_forced+nobody=draft"), "proposer='nobody'"),
     ],

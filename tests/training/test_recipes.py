@@ -18,7 +18,7 @@ CPU = ["--device", "cpu"]
 SMALL = ["--limit", "8", "--batch-tokens", "512", "--epochs", "1", "--workers", "0", *CPU]
 FEW = ["--decode-limit", "1", "--decode-max-tokens", "32", "--regenerate-max-tokens", "64"]
 OWN = {"block_drafter": ["--num-layers", "1", "--anchors", "2"]}
-WRITTEN = {"mixture_of_experts": ("head", "first")}
+WRITTEN = {"mixture_of_experts": ("head", "first"), "published_model": ("eagle3", "dspark")}
 
 # It writes its arguments, a line each, and an empty line.
 RECORDER = """#!/usr/bin/env bash

@@ -414,7 +414,8 @@ def _regenerate(
             seed=options.seed + rank * 2**32,
         )
         url = options.regenerate_url
-        writer = LLM(target, tokenizer=tokenizer) if url is None else Endpoint(url, tokenizer)
+        own: Any = {"tokenizer": tokenizer, "max_batch_size": options.regenerate_batch_size}
+        writer = LLM(target, **own) if url is None else Endpoint(url, tokenizer)
         with writer:
             regenerate([source], partial, writer, params)
         source.unlink()
