@@ -9,7 +9,7 @@ BUNDLED = "bundled"  # the name of the model that comes with the package, and of
 
 
 def bundled_asset(name: str) -> str:
-    """The path of ``target``, ``draft``, ``eagle3``, ``mtp`` or ``heldout.jsonl``."""
+    """The path of ``target``, ``draft``, ``eagle3``, ``mtp``, ``dspark`` or ``heldout.jsonl``."""
     return str(files("guided_spec") / "assets" / name)
 
 

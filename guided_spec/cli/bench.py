@@ -150,10 +150,11 @@ def _batch_sizes(text: str) -> list[int]:
 def _default_proposers(load: ModelOptions) -> str:
     """With the bundled model its draft heads too; with another what its draft, if any, can be."""
     from guided_spec.bundled import bundled_asset, named_model
+    from guided_spec.engine.setup import BUNDLED_HEADS
 
     if named_model(load.model) != bundled_asset("target"):
         return WITHOUT_DRAFT if load.draft is None else f"{WITHOUT_DRAFT},{WITH_DRAFT}"
-    heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in ("eagle3", "mtp")]
+    heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in BUNDLED_HEADS]
     return ",".join([DEFAULT_PROPOSERS, *heads])
 
 

@@ -233,7 +233,7 @@ DEFAULT_PROPOSER = "chain:grammar_forced+auto"
 # as much as it brings, or more: docs/performance/gpu.md.
 CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
-BUNDLED_HEADS = ("eagle3", "mtp")
+BUNDLED_HEADS = ("eagle3", "mtp", "dspark")
 
 
 @dataclass(frozen=True, slots=True)

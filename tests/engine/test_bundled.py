@@ -35,7 +35,9 @@ def test_speculation_changes_the_cost_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["eagle3", "mtp:validate", "chain:grammar_forced+eagle3"])
+@pytest.mark.parametrize(
+    "proposer", ["eagle3", "mtp:validate", "dspark", "chain:grammar_forced+eagle3"]
+)
 def test_the_bundled_heads_are_found_by_their_names(proposer: str) -> None:
     with LLM(proposer=proposer) as llm:
         outputs = llm.generate(PROMPTS[:2], PARAMS[:2])

@@ -15,7 +15,7 @@ from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 from tools.bundled_models.heads import HEADS, main
 
-SIZE_LIMIT = 6_000_000
+SIZE_LIMIT = 10_000_000
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The bundled draft heads, by one command: `python -m tools.bundled_models.heads`.
 
-It writes documents, trains an EAGLE-3 head and an MTP module for the bundled target on them, as
-`guided-spec train` does, and decodes the held-out documents with both.
+It writes documents, trains an EAGLE-3 head, an MTP module and a DSpark head for the bundled target
+on them, as `guided-spec train` does, and decodes the held-out documents with each.
 """
 
 import argparse
@@ -9,11 +9,13 @@ import json
 import logging
 import os
 import random
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from guided_spec.bundled import bundled_asset
 from guided_spec.evaluate.measurement import Measurement, load_workload
@@ -28,6 +30,7 @@ from tools.bundled_models.head_card import head_card
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING = "embed_tokens.weight"
 STEPS = 5  # draft tokens, trained and evaluated
 TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -53,9 +56,22 @@ EAGLE3_SHAPE = {
     "head_dim": 48,
     "intermediate_size": 640,
 }
+DSPARK_SHAPE = {
+    "ttt_steps": 7,
+    "ttt_step_loss_decay": 0.78,
+    "num_layers": 1,
+    "aux_layers": [1, 3, 5],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "intermediate_size": 640,
+    "markov_rank": 64,
+    "anchors": 32,
+}
 HEADS = {
     "eagle3": Recipe(2048, 150_000, 4, 1e-3, EAGLE3_SHAPE),
     "mtp": Recipe(None, 80_000, 5, 2e-3, {}),
+    "dspark": Recipe(2048, 30_000, 4, 1e-3, DSPARK_SHAPE),
 }
 
 
@@ -89,7 +105,7 @@ def make_heads(config: HeadsConfig) -> dict[str, list[Measurement]]:
         write_documents(data, config.documents or HEADS[name].documents)
         report = train(_options(config, name, data), _algorithm_options(name))
         folder = config.output / name
-        _copy(Path(report.draft), folder)
+        _copy(Path(report.draft), folder, config.target)
         figures[name] = _decode(config, folder)
         card = head_card(name, report, figures[name], TEMPERATURES)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -131,10 +147,16 @@ def _algorithm_options(name: str) -> dict[str, Any]:
     return {"ttt_steps": STEPS, "ttt_step_loss_decay": 1.0, "loss": "kl", **HEADS[name].options}
 
 
-def _copy(trained: Path, folder: Path) -> None:
-    """Take the checkpoint alone, and leave out where the target was when it was trained."""
+def _copy(trained: Path, folder: Path, target: str) -> None:
+    """Take the checkpoint alone, without the target's own embedding and where the target was."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(trained / "model.safetensors", folder / "model.safetensors")
+    tensors = load_file(trained / "model.safetensors")
+    if (own := tensors.get(EMBEDDING)) is not None:
+        model: Any = load_model(target, device="cpu")
+        weight = model.get_input_embeddings().weight
+        if torch.equal(own, weight.detach().to(own.dtype)):
+            del tensors[EMBEDDING]  # a head without one has the target's
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((trained / "config.json").read_text(encoding="utf-8"))
     verifier = config.get("speculators_config", {}).get("verifier")
     if isinstance(verifier, Mapping):
