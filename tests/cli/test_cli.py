@@ -345,8 +345,8 @@ def test_bench_with_a_draft_of_its_own() -> None:
 def test_bench_of_tasks(tmp_path: Path) -> None:
     table = tmp_path / "gains.md"
     arguments = ("--limit", "1", "--max-tokens", "12", "--temperatures", "0,0.5", "--by-kind")
-    arguments += ("--tasks", "classification,chat", "--proposers", "ngram")
-    result = run("bench", *arguments, "--markdown", str(table), "--json")
+    more = ("--tasks", "classification,chat", "--proposers", "ngram")
+    result = run("bench", *arguments, *more, "--markdown", str(table), "--json")
     assert result.exit_code == 0, result.stderr
     rows = [(row["name"], row["temperature"], row["task"]) for row in json_lines(result)]
     each = [(heat, task) for heat in (0.0, 0.5) for task in ("classification", "chat")]

@@ -54,7 +54,7 @@ class Target(NamedTuple):
     key: str
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where a schema stands. root: of the resource that it is a part of."""
 
     resolver: Any
@@ -75,14 +75,14 @@ class Document:
         self.root = root
         self.draft = draft_of(root)
         self.has_parts = False
-        self._places: dict[int, _Place] = {}  # of every schema, by its id
+        self._places: dict[int, _Position] = {}  # of every schema, by its id
         # By the name of a dynamic anchor, the schemas that have it, by the id of their resource.
         self._dynamic: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._repeated = set[str]()  # anchors that one resource has twice
         self._entered: defaultdict[int, set[int]] = defaultdict(set)  # resources, from which others
         resource = _SPECIFICATIONS[self.draft].create_resource(root)
         resolver: Any = REGISTRY.with_resource("", resource).crawl().resolver()
-        self._start = _Place(resolver.in_subresource(resource), root, self.draft)
+        self._start = _Position(resolver.in_subresource(resource), root, self.draft)
         self._index(resource, self._start)
 
     def spell(self, node: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
@@ -127,10 +127,10 @@ class Document:
         first += [o for o in owners if o not in first and self._entered[o] - owners.keys()]
         return Target(owners[first[0]], str(id(owners[first[0]]))) if len(first) == 1 else None
 
-    def _at(self, node: dict[str, Any]) -> _Place:
+    def _at(self, node: dict[str, Any]) -> _Position:
         return self._places.get(id(node), self._start)
 
-    def _index(self, root: Resource[Any], start: _Place) -> None:
+    def _index(self, root: Resource[Any], start: _Position) -> None:
         stack = [(root, start)]
         while stack:
             resource, at = stack.pop()
@@ -145,7 +145,7 @@ class Document:
             for part in resource.subresources():
                 stack.append((part, self._below(part, at)))
 
-    def _below(self, part: Resource[Any], at: _Place) -> _Place:
+    def _below(self, part: Resource[Any], at: _Position) -> _Position:
         """The place of a schema right below another."""
         resolver = at.resolver.in_subresource(part)
         if part.id() is None:
@@ -153,9 +153,9 @@ class Document:
         self.has_parts = True
         spend(_OF_INDEXING)
         self._entered[id(part.contents)].add(id(at.root))
-        return _Place(resolver, part.contents, draft_of(part.contents, at.draft))
+        return _Position(resolver, part.contents, draft_of(part.contents, at.draft))
 
-    def _referred(self, reference: str, at: _Place) -> list[tuple[Resource[Any], _Place]]:
+    def _referred(self, reference: str, at: _Position) -> list[tuple[Resource[Any], _Position]]:
         """What a reference leads to where that is not known yet, with its resource."""
         if reference == "#" or reference.startswith("#/"):
             return []
@@ -169,7 +169,7 @@ class Document:
             return []
         self._entered[id(root)].add(id(at.root))
         known = self._places.get(id(root))
-        place = known or _Place(found.resolver, root, draft_of(root, self.draft))
+        place = known or _Position(found.resolver, root, draft_of(root, self.draft))
         if known is None:
             self.has_parts = True
             spend_on_value(root, _OF_INDEXING)
@@ -177,7 +177,7 @@ class Document:
         place = place._replace(resolver=found.resolver)
         return [(create(part), place) for part in (root, found.contents)]
 
-    def _note_anchors(self, node: dict[str, Any], at: _Place) -> None:
+    def _note_anchors(self, node: dict[str, Any], at: _Position) -> None:
         names = [node["$dynamicAnchor"]] if isinstance(node.get("$dynamicAnchor"), str) else []
         names += [_RECURSIVE] if node.get("$recursiveAnchor") is True else []
         for name in names:

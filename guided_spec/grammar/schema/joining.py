@@ -39,7 +39,7 @@ def merge(one: Any, other: Any) -> Any:
     objects: dict[str, Any] | None = {}
     if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
         objects = _merge_objects(left, right)
-    if objects is None or _place_items(left, right):
+    if objects is None or _lists_by_position(left, right):
         return None
     merged = {**left, **right, **objects}
     for key in left.keys() & right.keys() - objects.keys():
@@ -53,7 +53,7 @@ def merge(one: Any, other: Any) -> Any:
     return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
 
 
-def _place_items(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _lists_by_position(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether both say what items are, and one of them says it by their place."""
     both = one.keys() & _ARRAY and other.keys() & _ARRAY
     return bool(both) and "prefixItems" in {*one, *other}
@@ -87,7 +87,7 @@ def conflict(one: Any, other: Any) -> str:
     left, right = _asserting(one), _asserting(other)
     if left.keys() & _OBJECT and right.keys() & _OBJECT and _merge_objects(left, right) is None:
         return "patternProperties"
-    if _place_items(left, right):
+    if _lists_by_position(left, right):
         return "prefixItems"
     shared = [key for key in left if key in right and key not in _OBJECT]
     return next(key for key in shared if _merge_values(key, left[key], right[key]) is None)

@@ -49,19 +49,19 @@ def has_unique_items(schema: Any) -> bool:
 
 def item_rules(schema: Any) -> ItemRules | None:
     """What a filter needs to know of a lowered schema; None where no items have to be unique."""
-    return _Places(schema).rules() if has_unique_items(schema) else None
+    return _Positions(schema).rules() if has_unique_items(schema) else None
 
 
 def judge_unique_items(schema: Any) -> list[Unenforced]:
     """What of ``uniqueItems`` in a lowered schema cannot be kept, and where it says more."""
-    return [*_Places(schema).entries()] if has_unique_items(schema) else []
+    return [*_Positions(schema).entries()] if has_unique_items(schema) else []
 
 
 def _is_unique(node: Any) -> bool:
     return isinstance(node, dict) and node.get("uniqueItems") is True
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """bases: schemas of the values here. nodes: these and all that apply to the same value."""
 
     bases: list[dict[str, Any]]
@@ -72,18 +72,18 @@ class _Place(NamedTuple):
         return any(map(_is_unique, self.nodes))
 
 
-class _Places:
+class _Positions:
     """The places of one schema, as an automaton over keys and indices."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._definitions: dict[str, Any] = root.get("$defs", {})
-        self._places: list[_Place] = []
+        self._places: list[_Position] = []
         self._rules: list[ItemRule] = []
         self._known: dict[frozenset[int], int] = {}
         self._is_full = False
         self._parts: dict[tuple[int, str | int], Any] = {}  # kept: their ids tell them apart
-        self._place([root])
+        self._position([root])
         for place in self._places:  # which grows
             self._rules.append(self._rule(place))
 
@@ -127,7 +127,7 @@ class _Places:
                 reason = "a value listed beside it has an array with equal items"
                 yield from _entries_of([(reason, "leave the value out")], self._pointer(place))
 
-    def _pointer(self, place: _Place) -> str:
+    def _pointer(self, place: _Position) -> str:
         nodes = [*filter(_is_unique, place.nodes), *place.nodes]
         return self._pointers.get(id(nodes[0]), "")
 
@@ -174,7 +174,7 @@ class _Places:
         every = [*rule.keys.values(), rule.other, *rule.prefix, rule.items]
         return [to for to in every if to >= 0]
 
-    def _place(self, bases: Sequence[Any]) -> int:
+    def _position(self, bases: Sequence[Any]) -> int:
         """The number of the place of values under any of these schemas; -1 where all are plain."""
         plain = [base for base in bases if isinstance(base, dict)]
         nodes = self._closure(plain)
@@ -187,7 +187,7 @@ class _Places:
                 self._is_full = True
                 return -1
             self._known[key] = len(self._places)
-            self._places.append(_Place(plain, nodes))
+            self._places.append(_Position(plain, nodes))
         return self._known[key]
 
     def _closure(self, bases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -206,26 +206,26 @@ class _Places:
             return self._root
         return self._definitions.get(unescape(node["$ref"].removeprefix("#/$defs/")))
 
-    def _rule(self, place: _Place) -> ItemRule:
+    def _rule(self, place: _Position) -> ItemRule:
         nodes = place.nodes
         names = dict.fromkeys(name for node in nodes for name in node.get("properties", ()))
         listed = [value for node in nodes for value in _listed(node) or ()]
         names |= dict.fromkeys(key for value in listed if isinstance(value, dict) for key in value)
         spend(len(names) * len(nodes))
         keys = {
-            name.encode("utf-8", "surrogatepass"): self._place(
+            name.encode("utf-8", "surrogatepass"): self._position(
                 [part for node in nodes for part in (*_of_key(node, name), self._part(node, name))]
             )
             for name in names
         }
-        other = self._place([part for node in nodes for part in _of_key(node, None)])
+        other = self._position([part for node in nodes for part in _of_key(node, None)])
         lengths = [len(node.get("prefixItems", ())) for node in nodes]
         lengths += [len(value) for value in listed if isinstance(value, list)]
         prefix = tuple(
-            self._place([one(node, at) for node in nodes for one in (_of_index, self._part)])
+            self._position([one(node, at) for node in nodes for one in (_of_index, self._part)])
             for at in range(max(lengths, default=0))
         )
-        items = self._place([node["items"] for node in nodes if "items" in node])
+        items = self._position([node["items"] for node in nodes if "items" in node])
         # A text may be in any of the branches that lead here: each has to be free.
         is_free = all(_is_free(self._closure([base])) for base in place.bases)
         free_strings = _has_free_strings(nodes)
@@ -382,7 +382,7 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _long_numbers(place: _Place) -> Iterator[tuple[str, str]]:
+def _long_numbers(place: _Position) -> Iterator[tuple[str, str]]:
     """Of what is inside of an array of unique items: its numbers have few digits."""
     for node in place.nodes:
         numbers = [node[name] for name in _BOUNDS if name in node]

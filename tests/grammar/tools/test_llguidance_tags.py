@@ -220,8 +220,10 @@ def test_nothing_ends_a_text_where_a_mark_may_stand() -> None:
 
 def test_a_tag_is_built_again_from_its_recipe() -> None:
     spec = spec_of("qwen3_coder", "tokens", NOTES, "auto")
-    compiled = backend("tokens").compile(spec)
-    again = backend("tokens").rebuild(spec, compiled.recipe())
+    compiled: Any = backend("tokens").compile(spec)
+    recipe = compiled.recipe()
+    assert recipe is not None
+    again: Any = backend("tokens").rebuild(spec, recipe)
     endings = EndingsCache(vocabulary("tokens"))
     costs = {endings.of(one).cost(endings.of(one).start) for one in (compiled, again)}
     assert len(costs) == 1
