@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jsonschema
@@ -190,23 +190,35 @@ def in_newest(schema: Any) -> Any:
 
 
 def split_dialects(schema: Any) -> tuple[Any, list[Any]]:
-    """A schema without the parts that name a ``$schema`` of their own, and these, likewise."""
+    """A schema without the parts that name a ``$schema`` of their own, and these, likewise.
+
+    Values that are no schemas, such as those of ``const``, may hold that key too, and stay.
+    """
     inner: list[Any] = []
 
-    def change(value: Any, *, is_root: bool) -> Any:
-        if isinstance(value, list):
-            return [change(part, is_root=False) for part in value]
-        if not isinstance(value, dict):
-            return value
-        if not is_root and isinstance(value.get("$schema"), str):
-            inner.append(change(value, is_root=True))
+    def split(node: Any, *, is_root: bool) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if not is_root and isinstance(node.get("$schema"), str):
+            inner.append(split(node, is_root=True))
             return {}
-        return {name: change(part, is_root=False) for name, part in value.items()}
+        outer = node
+        for keys, part in subschemas(node):
+            left = split(part, is_root=False)
+            if left is not part:
+                outer = _with_part(outer, keys, left)
+        return outer
 
-    below = (node for node in objects(schema) if node is not schema)
-    if not any(isinstance(node.get("$schema"), str) for node in below):
-        return schema, inner
-    return change(schema, is_root=True), inner
+    return split(schema, is_root=True), inner
+
+
+def _with_part(node: Any, keys: Sequence[str | int], part: Any) -> Any:
+    """A copy of a JSON value with another part where the keys lead."""
+    if not keys:
+        return part
+    changed = node.copy()
+    changed[keys[0]] = _with_part(node[keys[0]], keys[1:], part)
+    return changed
 
 
 def _is_flag(node: dict[str, Any], name: str) -> bool:

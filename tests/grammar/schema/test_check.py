@@ -73,6 +73,38 @@ def test_the_check_is_that_of_jsonschema(schema: dict[str, Any], name: str) -> N
     assert is_valid(named, check_schema) == is_valid(named, NAMES[name].check_schema)
 
 
+OTHER = "http://json-schema.org/draft-04/schema#"
+NO_SCHEMA = {"$schema": OTHER, "type": None}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": NO_SCHEMA},
+        {"enum": [NO_SCHEMA]},
+        {"default": NO_SCHEMA, "examples": [{"$schema": "", "items": 3}]},
+        {"properties": {"a": {"const": {"a": [NO_SCHEMA]}}}},
+    ],
+    ids=str,
+)
+def test_a_value_is_no_schema(schema: dict[str, Any]) -> None:
+    check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"$schema": NO_SCHEMA}},
+        {"allOf": [{"items": {"not": NO_SCHEMA}}]},
+        {"$defs": {"const": {"$schema": OTHER, "required": []}}},
+    ],
+    ids=str,
+)
+def test_a_part_is_held_against_its_own_draft(schema: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.SchemaError):
+        check_schema(schema)
+
+
 @given(SCHEMAS)
 def test_without_a_draft_it_is_that_of_2020(schema: dict[str, Any]) -> None:
     schema.pop("$schema", None)
