@@ -33,7 +33,6 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.bitmask import only_legal_token
-from guided_spec.ops.mask_words import ids_of
 from guided_spec.training.card import CorpusFigures
 from guided_spec.training.data.batches import Collator, GrammarMasks, MaskTable, TokenBatches
 from guided_spec.training.data.dataset import (
@@ -186,6 +185,7 @@ def _with_response(record: dict[str, Any], text: str) -> dict[str, Any]:
 
 CHUNK = 1024
 LONGEST_WALK = 256
+MOST_POSITIONS = 50_000  # seconds of a vocabulary of 50,000 tokens
 CLOSING = b'"]}'  # unless these are preferred, a random text never leaves its first string
 
 
@@ -205,29 +205,43 @@ def count_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
     return torch.from_numpy(counts)
 
 
-def forced_tokens(
-    dataset: Dataset, masks: GrammarMasks, *, limit: int, walks: int, seed: int
+def forced_tokens(  # noqa: PLR0913
+    dataset: Dataset,
+    masks: GrammarMasks,
+    *,
+    limit: int,
+    walks: int,
+    seed: int,
+    most: int = MOST_POSITIONS,
 ) -> set[int]:
     """Tokens that grammars of ``dataset`` can force: a draft without them has no legal one there.
 
     Looks at every position of the first ``limit`` responses, and at ``walks`` random texts of up to
-    256 tokens of each of their grammars. A sample: there may be more of them.
+    256 tokens of each of their grammars, the first text of each before the second of any. A sample:
+    there may be more of them.
+
+    most: positions that it looks at, of the responses and again of the random texts.
     """
     found: set[int] = set()
     grammars: dict[str, None] = {}
+    left = most
     for row in dataset.select(range(min(limit, len(dataset)))):
+        if left <= 0:
+            break
         grammar = str(row["grammar"])
         start = int(row["response_start"])
         table = MaskTable(len(row["input_ids"]) - start, masks.vocabulary.vocab_size)
         masks.fill(table, row["input_ids"], start, grammar)
         found.update(only_legal_token(table.rows()).tolist())
+        left -= len(row["input_ids"]) - start if grammar else 0
         grammars[grammar] = None
-    dice = np.random.default_rng(seed)
-    for grammar in grammars:
-        compiled = masks.compile(grammar)
+    dice, left = np.random.default_rng(seed), most
+    for grammar in [*grammars] * walks:
+        compiled = masks.compile(grammar) if left > 0 else None
         if compiled is not None:
-            for _ in range(walks):
-                found.update(_sample_forced(compiled, masks.vocabulary, dice))
+            forced, length = _sample_forced(compiled, masks.vocabulary, dice)
+            found.update(forced)
+            left -= length
     return found - {-1}
 
 
@@ -261,26 +275,36 @@ def _flat(column: object) -> NDArray[np.int64]:
     return flat
 
 
+class _Sampled(NamedTuple):
+    """forced: tokens that were the only legal one somewhere in a random text. length: of it."""
+
+    forced: list[int]
+    length: int
+
+
 def _sample_forced(
     compiled: CompiledGrammar, vocabulary: Vocabulary, dice: np.random.Generator
-) -> Sequence[int]:
-    """Tokens that were the only legal one somewhere in a random text of the grammar."""
-    closing = [token for token in vocabulary.single_byte_ids[list(CLOSING)] if token >= 0]
-    matcher = compiled.new_matcher()
+) -> _Sampled:
+    """A random text of the grammar, of up to 256 tokens."""
+    of_bytes = vocabulary.single_byte_ids[list(CLOSING)]
+    closing = of_bytes[of_bytes >= 0]
+    matcher, size = compiled.new_matcher(), vocabulary.vocab_size
     found: list[int] = []
-    for _ in range(LONGEST_WALK):
+    for length in range(LONGEST_WALK):
         if matcher.is_terminated():
-            break
-        legal = ids_of(legal_row(matcher, vocabulary.vocab_size))
-        if not legal:
-            break
+            return _Sampled(found, length)
+        row = legal_row(matcher, size)
+        is_legal = np.unpackbits(row.view(np.uint8), bitorder="little")[:size]
+        legal = np.flatnonzero(is_legal)
+        if not len(legal):
+            return _Sampled(found, length)
         if len(legal) == 1:
-            found += legal
-        liked = np.intersect1d(legal, closing) if dice.random() < 0.5 else legal
-        token = int(dice.choice(liked if len(liked) else legal))
-        if not matcher.accept_token(token):
-            break
-    return found
+            found.append(int(legal[0]))
+        liked = closing[is_legal[closing] != 0] if dice.random() < 0.5 else legal
+        chosen = liked if len(liked) else legal
+        if not matcher.accept_token(int(chosen[dice.integers(len(chosen))])):
+            return _Sampled(found, length)
+    return _Sampled(found, LONGEST_WALK)
 
 
 FORCED_DOCUMENTS, FORCED_WALKS = 1000, 4  # a sample: what a grammar forces shows soon

@@ -18,6 +18,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import translate_bitmask
+from guided_spec.training.data import corpus
 from guided_spec.training.data.batches import GrammarMasks
 from guided_spec.training.data.corpus import (
     count_tokens,
@@ -66,6 +67,29 @@ def test_forced_tokens_of_answers_and_of_walks() -> None:
     broken = datasets.Dataset.from_dict(one_row(b"x", grammar))
     assert forced_tokens(broken, masks, limit=5, walks=0, seed=0) == set()
     assert ord("a") in forced_tokens(broken, masks, limit=5, walks=1, seed=0)
+
+
+def test_no_more_positions_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many grammars there are; each is looked at before any is looked at again."""
+    looked = list[int]()
+    legal = corpus.legal_row
+
+    def counting(matcher: Any, size: int) -> Any:
+        looked.append(id(matcher))
+        return legal(matcher, size)
+
+    monkeypatch.setattr(corpus, "legal_row", counting)
+    texts = [one_row(b"xyz", GrammarSpec.regex(f"xyz{letter}w*")) for letter in "abcdefgh"]
+    rows = {key: [text[key][0] for text in texts] for key in texts[0]}
+    dataset, masks = datasets.Dataset.from_dict(rows), GrammarMasks(BYTES)
+    every = forced_tokens(dataset, masks, limit=8, walks=1, seed=0)
+    assert every == {*b"xyzabcdefgh"}
+    looked.clear()
+    few = forced_tokens(dataset, masks, limit=8, walks=1000, seed=0, most=60)
+    assert len(looked) < 60 + 256
+    assert few >= every - {*b"efgh"}
+    # Two responses of three tokens, and the random text of one grammar.
+    assert not forced_tokens(dataset, masks, limit=8, walks=5, seed=0, most=4) & {*b"defgh"}
 
 
 def test_forced_tokens_of_documents(heldout: Path, tokenizer: Any, vocabulary: Vocabulary) -> None:
