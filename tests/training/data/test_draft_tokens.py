@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.protocol import legal_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
@@ -72,11 +73,10 @@ def test_forced_tokens_of_answers_and_of_walks() -> None:
 def test_no_more_positions_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many grammars there are; each is looked at before any is looked at again."""
     looked = list[int]()
-    legal = corpus.legal_row
 
     def counting(matcher: Any, size: int) -> Any:
         looked.append(id(matcher))
-        return legal(matcher, size)
+        return legal_row(matcher, size)
 
     monkeypatch.setattr(corpus, "legal_row", counting)
     texts = [one_row(b"xyz", GrammarSpec.regex(f"xyz{letter}w*")) for letter in "abcdefgh"]
