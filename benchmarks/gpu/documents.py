@@ -74,7 +74,8 @@ class DocumentRun:
             "temperature": self.temperature,
         }
         own |= {"problem": self.problem, "seconds_of_runs": self.seconds}
-        return own | ({} if self.measurement is None else self.measurement.as_dict())
+        measured = {} if self.measurement is None else self.measurement.as_dict()
+        return own | measured | own
 
 
 def num_documents(plan: DocumentPlan, batch: int) -> int:

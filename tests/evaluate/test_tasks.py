@@ -56,6 +56,7 @@ def test_an_unknown_task() -> None:
         load_tasks(["poetry"])
 
 
+@pytest.mark.slow
 def test_every_schema_compiles_and_is_no_other_than_what_judges() -> None:
     """A text of each grammar is valid for the judge, which reads the schema by itself."""
     items = [item for item in load_tasks(TASKS) if item.grammar is not None]
