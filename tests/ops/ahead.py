@@ -197,6 +197,7 @@ def follow_tables(count: int) -> None:
         mailbox_triton.reply(ids.clone(), starved, report, cursors, sources[at + 1])
         table_rows_triton.advance(sources[at], cursors, sources[at + 1])
     table_rows_triton.copy_rows(torch.stack(sources[:2]).T, out, is_blank=True)
+    table_rows_triton.copy_rows(sources[0], out[:, 0].contiguous())
 
 
 def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: Gating) -> None:
