@@ -13,8 +13,14 @@ from torch.nn import functional
 from guided_spec.core import ProposerContext
 from guided_spec.masks.rows import TabledTexts
 from guided_spec.models.packed.draft_forward import DraftForward
-from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pack_index, pad_rows
-from guided_spec.models.packed.graph_pool import row_sizes as sizes_up_to
+from guided_spec.models.packed.graph_pool import (
+    ROW_SIZES,
+    Inputs,
+    bucket,
+    pack_index,
+    pad_rows,
+    row_sizes,
+)
 from guided_spec.ops.mailbox import Mailbox, Report, fetch_rows, reply
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
@@ -66,7 +72,7 @@ class DraftGraphs:
         self._words = num_mask_words(self._vocab_size)
         self._longest = context.config.num_draft_tokens
         self._rows = bucket(context.num_slots, ROW_SIZES)
-        self.row_sizes = sizes_up_to(context.num_slots)
+        self.sizes = row_sizes(context.num_slots)
         self._mailbox = Mailbox(self._longest, self._rows, context.device)
         self._stream = Stream.of_drafts(context.config.verifier)
         self._buffers: dict[bool, DraftBuffers] = {}  # by whether tokens are sampled
@@ -113,7 +119,7 @@ class DraftGraphs:
         """
         count = self._longest
         self._lengths.add(count)
-        for size in self.row_sizes:
+        for size in self.sizes:
             for params in KINDS:
                 drawing = self._drawing_for(params, size)
                 for has_prefix in (False, True):

@@ -261,20 +261,13 @@ class LearnedHead(Proposer):
         """Read what is known and not read yet, of prompts that have only begun too."""
         if not batch.states and batch.num_draft_tokens == 0:
             return
-        head, unread = self._head, dict[int, Unread]()
+        head = self._head
         coming = {prompt.slot for prompt in batch.prompts}  # read by this step's own forward
-        wanted = dict.fromkeys(batch.states)  # by slot, how far; None: as far as is known
+        wanted: dict[int, int | None] = dict.fromkeys(batch.states)
         for slot, context in zip(batch.slots, batch.contexts, strict=True):
             if slot not in coming:
                 wanted[slot] = len(context) - 1
-        for slot, length in wanted.items():
-            head.adopt(slot)
-            start = head.length(slot)
-            if start == length:  # it was read ahead, or earlier in this step
-                continue
-            found = batch.states.pull(slot, start)
-            if found is not None:
-                unread[slot] = found
+        unread = self._pull(batch.states, wanted)
         rests: dict[int, Unread] = {}
         shared = [self._share(batch, rows, unread, rests) for rows in shared_prompts(batch)]
         self._read_unread(unread)
@@ -315,13 +308,21 @@ class LearnedHead(Proposer):
     def _read_prompts(self, prompts: Sequence[PromptPiece], states: HiddenStates) -> None:
         """Read ``states`` of the prompts. Where they do not go on with what the head has read, they
         are read later, from all that is kept."""
+        self._read_unread(self._pull(states, dict.fromkeys(prompt.slot for prompt in prompts)))
+
+    def _pull(self, states: HiddenStates, wanted: Mapping[int, int | None]) -> dict[int, Unread]:
+        """What the head has not read, by slot. wanted: up to which length; None: all that is known.
+
+        Slots that were read ahead, or earlier in this step, have nothing.
+        """
         unread = dict[int, Unread]()
-        for prompt in prompts:
-            self._head.adopt(prompt.slot)
-            found = states.pull(prompt.slot, self._head.length(prompt.slot))
+        for slot, length in wanted.items():
+            self._head.adopt(slot)
+            start = self._head.length(slot)
+            found = None if start == length else states.pull(slot, start)
             if found is not None:
-                unread[prompt.slot] = found
-        self._read_unread(unread)
+                unread[slot] = found
+        return unread
 
     def _read_unread(self, unread: Mapping[int, Unread]) -> None:
         slots = sorted(unread)

@@ -335,7 +335,7 @@ def test_a_short_draft_is_the_beginning_of_one_that_was_captured(
         proposer = build(headed, is_waiting=True)
         graphs = proposer._graphs
         if is_captured:
-            assert len(list(graphs.capture())) == 6 * len(graphs.row_sizes)
+            assert len(list(graphs.capture())) == 6 * len(graphs.sizes)
         assert [graphs.length(n) for n in (1, K, K + 1)] == [K if is_captured else 1, K, K + 1]
         batch = replace(make_batch(proposer, MIXED, (K,) * 3), num_draft_tokens=length)
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
-from guided_spec.engine.target.rows import fed_rows
+from guided_spec.engine.target.rows import fed_rows, push_verified
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
@@ -143,9 +143,7 @@ class LineTarget:
         fed = [[*map(sum, zip(many, before, strict=True))] for many in (keep, output.counts)]
         self._model.commit(*fed)
         if output.hidden_states is not None:
-            starts = [len(context) - 1 for context in batch.contexts]
-            contexts, hidden = batch.contexts, output.hidden_states
-            self.states.push_rows(batch.slots, starts, contexts, keep, hidden)
+            push_verified(self.states, batch, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> ForwardAhead | None:
         """Launch the forward over ``token_ids`` int64 [B, 1] before the host has read them.

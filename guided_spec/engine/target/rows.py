@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight
+from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.ops.host import to_device
 
@@ -32,3 +34,15 @@ def fed_rows(batch: DecodeBatch, flight: DraftInFlight, max_length: int) -> FedR
     pairs = zip(flight.most, starts, strict=True)
     counts = [min(1 + count, max_length - start) for count, start in pairs]
     return FedRows(token_ids, Rows(batch.slots, starts, counts))
+
+
+def push_verified(
+    kept: HiddenStates, batch: DecodeBatch, num_kept: Sequence[int], states: Tensor
+) -> None:
+    """Push the hidden states of what a step keeps.
+
+    num_kept: verified tokens of each text that stay, from its last committed one on. states: of the
+    verify forward, [B, K + 1, X].
+    """
+    starts = [len(context) - 1 for context in batch.contexts]
+    kept.push_rows(batch.slots, starts, batch.contexts, num_kept, states)

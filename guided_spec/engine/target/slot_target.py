@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
-from guided_spec.engine.target.rows import fed_rows
+from guided_spec.engine.target.rows import fed_rows, push_verified
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs
@@ -40,9 +40,7 @@ class SlotTarget:
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep, [output.logits.shape[1]] * len(keep))
         if output.hidden_states is not None:
-            starts = [len(context) - 1 for context in batch.contexts]
-            contexts, hidden = batch.contexts, output.hidden_states
-            self.states.push_rows(batch.slots, starts, contexts, keep, hidden)
+            push_verified(self.states, batch, keep, output.hidden_states)
 
     def run_ahead(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """None: a forward of stock modules keeps the host busy."""

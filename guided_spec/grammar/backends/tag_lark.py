@@ -36,7 +36,7 @@ _SCALARS = {"null": ("null",), "boolean": ("true", "false")}
 
 
 class Literal(NamedTuple):
-    """This text."""
+    """Exactly the characters of ``text``."""
 
     text: str
 
