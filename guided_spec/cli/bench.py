@@ -12,7 +12,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
+from guided_spec.cli.console import Json, Verbose, print_table, report_failures, stderr, working
 from guided_spec.cli.options import (
     ModelOptions,
     ReportOptions,
@@ -119,7 +119,8 @@ def bench(
 
     Plain constrained decoding and transformers' own generate are measured as well; the latter
     at batch size 1 and temperature 0 only, where it does the same work, and not on tasks. Without
-    --workload and --tasks the held-out documents that come with the package are used.
+    --workload and --tasks the held-out documents that come with the package are used. The exit code
+    is 1 if a request failed.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
     apart.check(workload, reports.plot)
@@ -138,6 +139,7 @@ def bench(
     apart.write(measurements, load.model)
     if not as_json:
         print_table(_table(measurements))
+    report_failures(measurements)
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -166,6 +168,8 @@ def _table(measurements: list[Measurement]) -> Table:
         "batch": [str(m.batch_size) for m in measurements],
     }
     about = {head: cells for head, cells in about.items() if len(set(cells)) > 1}
+    if any(m.failed for m in measurements):
+        about["failed"] = [str(m.failed) for m in measurements]
     heads = ("tokens\n/s", "tokens\n/forward", "accepted", "mask µs\n/token", "valid", "same\ntext")
     columns = (Column(head, justify="right", no_wrap=True) for head in (*about, *heads))
     table = Table(Column("proposer", overflow="fold"), *columns, box=SIMPLE, padding=0)
@@ -177,7 +181,7 @@ def _table(measurements: list[Measurement]) -> Table:
             f"{m.acceptance_length:.2f}",
             f"{m.accepted / m.drafted:.0%}" if m.drafted else "",
             "" if m.mask_microseconds is None else f"{m.mask_microseconds:.0f}",
-            f"{m.valid:.0%}",
+            m.percent_valid,
             f"{m.same_text:.0%}",
         )
     return table

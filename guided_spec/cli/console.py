@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.status import Status
 from rich.table import Table
 
 from guided_spec.errors import BudgetTooSmallError, GuidedSpecError, TextCutShortError
+
+if TYPE_CHECKING:  # this loads torch
+    from guided_spec.evaluate.measurement import Measurement
 
 FILE_WIDTH = 160  # columns for a table that goes to a file or a pipe
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -39,6 +42,15 @@ def stderr() -> Console:
 def print_table(table: Table) -> None:
     """On stdout, fitted to a terminal."""
     stdout().print(table, soft_wrap=False)
+
+
+def report_failures(found: Iterable[Measurement]) -> None:
+    """Say on stderr how many requests failed, and why; raise ``typer.Exit`` with 1 if any did."""
+    failed = [one for one in found if one.failed]
+    for one in failed:
+        stderr().print(f"{one.name}: {one.failed} of {one.requests} requests failed: {one.error}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def print_json(value: Any) -> None:

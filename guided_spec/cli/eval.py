@@ -13,7 +13,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
+from guided_spec.cli.console import Json, Verbose, print_table, report_failures, stderr, working
 from guided_spec.cli.options import ModelOptions, ReportOptions, proposer_list, with_options
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.plots import acceptance_figures
@@ -50,7 +50,8 @@ def evaluate(
 ) -> None:
     """Measure how many draft tokens are accepted, position by position.
 
-    The target answers the prompts of the data, under their grammars and without.
+    The target answers the prompts of the data, under their grammars and without. The exit code is 1
+    if a request failed.
     """
     asked = _Asked(data, limit, batch_size, reports.params())
     found = _measure(asked, load, proposers) if url is None else _ask(asked, load, proposers, url)
@@ -58,6 +59,7 @@ def evaluate(
     reports.keep(report, acceptance_figures, as_json=as_json)
     if not as_json:
         print_table(_table(found))
+    report_failures(one.measurement for one in found)
 
 
 class _Asked(NamedTuple):
@@ -153,6 +155,6 @@ def _table(found: list[Acceptance]) -> Table:
             "yes" if grammars else "no",
             f"{measured.acceptance_length:.2f}",
             " ".join(f"{100 * accepted / drafted:.0f}" for drafted, accepted in shares if drafted),
-            f"{measured.valid:.0%}" if grammars else "",
+            measured.percent_valid if grammars else "",
         )
     return table

@@ -51,6 +51,9 @@ def serve(
         int | None, typer.Option(help="Texts that run at once; 16, or vLLM's own.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a prompt and text.")] = None,
+    kv_memory_bytes: Annotated[
+        int | None, typer.Option(help="Memory of keys and values; by default what is free allows.")
+    ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Name = None,
@@ -67,8 +70,12 @@ def serve(
     otherwise.
     """
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
-    sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
-    arguments = {"proposer": proposer, **sizes}
+    arguments = {
+        "proposer": proposer,
+        "max_batch_size": max_batch_size,
+        "max_model_len": max_model_len,
+        "kv_memory_bytes": kv_memory_bytes,
+    }
     require_one_of("--engine", engine, SERVERS)
     site = Site(host, port, names, keys, tuple(allowed_host or ()), limits)
     SERVERS[engine](load, arguments, site, engine_options)

@@ -56,7 +56,7 @@ class Acceptance(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: counts, and tokens per forward pass of the target."""
-        kept = ("requests", "failed", "tokens", "forwards", "acceptance_length", "valid")
+        kept = ("requests", "failed", "error", "tokens", "forwards", "acceptance_length", "valid")
         found = self.measurement.as_dict()
         return {
             "proposer": self.measurement.name,

@@ -75,7 +75,7 @@ def _details(found: Sequence[Measurement]) -> str:
                 *(f"{one.tokens_per_second:.0f}", f"{one.acceptance_length:.2f}"),
                 _share(one.accepted, one.drafted),
                 *by_kind,
-                *(f"{one.valid:.0%}", f"{one.same_text:.0%}", str(one.failed)),
+                *(one.percent_valid, f"{one.same_text:.0%}", str(one.failed)),
             ]
         )
     return _table(heads, lines, left=4)

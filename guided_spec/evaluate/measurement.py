@@ -114,7 +114,8 @@ class Measurement:
     same_text: share of the requests whose text equals that of ``none`` at the same batch size.
     task: of ``TASKS``; "" where all requests are measured together. draft: of the proposer's own,
     "" for that of the LLM. temperature: of all requests.
-    kinds: drafts by kind of token, where the plan asked for it.
+    kinds: drafts by kind of token, where the plan asked for it. error: of the first request that
+    failed, "" if none did.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Measurement:
     draft: str = ""
     temperature: float = 0.0
     kinds: KindCounts | None = None
+    error: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -152,6 +154,11 @@ class Measurement:
         """Output tokens per target forward."""
         return self.tokens / self.forwards if self.forwards else 0.0
 
+    @property
+    def percent_valid(self) -> str:
+        """``valid`` as a table shows it, such as "98%"; "" where every request failed."""
+        return f"{self.valid:.0%}" if self.failed < self.requests else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Every field and every ratio, for JSON."""
         ratios = ("tokens_per_second", "forwards_per_token", "acceptance_length")
@@ -164,11 +171,13 @@ def measure_completions(
 ) -> Measurement:
     """Add up the statistics of one run of our engine."""
     stats = [completion.stats for completion in completions]
+    errors = [completion.error for completion in completions if completion.error is not None]
     tokens = sum(s.output_tokens for s in stats)
     return Measurement(
         name=name,
         requests=len(completions),
-        failed=sum(completion.error is not None for completion in completions),
+        failed=len(errors),
+        error=str(errors[0]) if errors else "",
         tokens=tokens,
         seconds=seconds,
         forwards=sum(s.steps for s in stats),

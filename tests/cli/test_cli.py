@@ -402,6 +402,24 @@ def test_bench_of_names_with_spaces(model: str, files: dict[str, str]) -> None:
     assert [row["name"] for row in json_lines(result)[2:]] == ["ngram", "suffix"]
 
 
+def test_requests_that_fail_are_told_apart(model: str, tmp_path: Path) -> None:
+    long = json.dumps({"prompt": "A" * 5000, "regex": "a+"})
+    only, some = tmp_path / "only.jsonl", tmp_path / "some.jsonl"
+    only.write_text(f"{long}\n")
+    some.write_text(f'{long}\n{{"prompt": "B", "choice": ["x"]}}\n')
+    arguments = ("--model", model, "--max-tokens", "4", "--proposers", "none")
+    sampled = ("--temperature", "1")  # transformers has no part in it
+    result = run("bench", "--workload", str(only), *arguments, *sampled)
+    assert result.exit_code == 1
+    assert "failed" in result.stdout
+    assert "%" not in result.stdout.replace("100%", "", 1)  # the share of equal texts alone
+    assert "none: 1 of 1 requests failed: " in result.stderr
+    result = run("bench", "--workload", str(some), *arguments, *sampled, "--json")
+    (row,) = json_lines(result)
+    assert (result.exit_code, row["requests"], row["failed"], row["valid"]) == (1, 2, 1, 1.0)
+    assert row["error"] in result.stderr
+
+
 def test_bench_of_no_batch() -> None:
     result = run("bench", "--batch-size", "1,x")
     assert result.exit_code == 1

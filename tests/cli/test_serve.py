@@ -37,8 +37,10 @@ def test_defaults(started: list[Any]) -> None:
 
 def test_options(started: list[Any]) -> None:
     given = ["--model", "a/b", "-k", "3", "--port", "0", "--max-queue", "0", "--body-seconds", "2"]
+    given += ["--kv-memory-bytes", "4096"]
     assert serve(*given, GUIDED_SPEC_API_KEY="one two").exit_code == 0
-    load, _, settings, _, port = started
+    load, others, settings, _, port = started
+    assert others["kv_memory_bytes"] == 4096
     assert (load.model, load.num_draft_tokens, port) == ("a/b", 3, 0)
     expected: dict[str, Any] = {"model_names": ("a/b",), "api_keys": ("one", "two")}
     assert settings == ServerSettings(**expected, max_queue=0, body_seconds=2.0)
@@ -83,6 +85,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_vllms_own_server(executed: list[Any]) -> None:
     given = ["--engine", "vllm", "--model", "a/b", "--draft", "a/head", "--proposer", "eagle3"]
     given += ["-k", "3", "--port", "81", "--max-batch-size", "9", "--dtype", "bfloat16"]
+    given += ["--kv-memory-bytes", "4096"]
     options = '{"enforce_eager": true, "enable_lora": false, "lora_target_modules": ["a", "b"], '
     given += ["--engine-options", options + '"tensor_parallel_size": 2}']
     assert serve(*given, GUIDED_SPEC_API_KEY="secret").exit_code == 0
@@ -96,6 +99,7 @@ def test_vllms_own_server(executed: list[Any]) -> None:
     for part in (
         "--max-num-seqs 9",
         "--dtype bfloat16",
+        "--kv-cache-memory-bytes 4096",
         "--host 127.0.0.1 --port 81 --served-model-name a/b",
         "--enforce-eager",
         "--no-enable-lora",
