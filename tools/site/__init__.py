@@ -1,0 +1,1 @@
+"""What the site of docs/ needs besides mkdocs: links out of it, and fields in docstrings."""
