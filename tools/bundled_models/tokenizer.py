@@ -8,10 +8,9 @@ from transformers import PreTrainedTokenizerFast
 END = "<|endoftext|>"
 SPECIAL_TOKENS = [END, "<|im_start|>", "<|im_end|>"]
 # A message that already ends in a task label ("Date:") is the whole prompt; any other text
-# gets the label of the JSON task, as in the training documents. Those hold no tools, which stand
-# before the messages: calls are right by the grammar alone.
+# gets the label of the JSON task, and the names of the tools if there are any, as in the training
+# documents.
 CHAT_TEMPLATE = (
-    "{%- for tool in tools or [] -%}{{ 'Tool: ' + (tool | tojson) + '\n' }}{%- endfor -%}"
     "{%- for message in messages -%}"
     "{%- set content = (message['content'] or '') | trim -%}"
     "{%- if message['role'] == 'assistant' -%}{{ content }}"
@@ -19,8 +18,9 @@ CHAT_TEMPLATE = (
     "{{ '<tool_call>\n' + (call['function'] | tojson) + '\n</tool_call>' }}{%- endfor -%}"
     "{{ eos_token }}"
     "{%- elif loop.last and content[-1:] == ':' -%}{{ content + ' ' }}"
-    "{%- elif loop.last and not tools -%}{{ content + '\n\nJSON: ' }}"
-    "{%- else -%}{{ content + '\n\n' }}{%- endif -%}"
+    "{%- else -%}{{ content + '\n\n' }}{%- if loop.last -%}"
+    "{%- if tools -%}{{ 'Tools: ' + tools | map(attribute='function.name') | join(', ') + '\n\n' }}"
+    "{%- endif -%}{{ 'JSON: ' }}{%- endif -%}{%- endif -%}"
     "{%- endfor -%}"
 )
 
