@@ -78,6 +78,31 @@ _DSML = _DEEPSEEK.replace("<｜tool▁calls▁begin｜>", "<｜DSML｜%BLOCK%>\n
 )
 _DSML = _DSML.replace("<｜tool▁calls▁end｜>", "</｜DSML｜%BLOCK%>")
 
+_KIMI_K3 = (
+    "{% macro open(tag, attributes=[]) %}<|open|>{{ tag }}"
+    '{% for key, value in attributes %} {{ key }}="{{ value }}"{% endfor %}<|sep|>{% endmacro %}'
+    "{% macro close(tag) %}<|close|>{{ tag }}<|sep|>{% endmacro %}"
+    "{% macro kind(value) %}{% if value is string %}string{% elif value is boolean %}boolean"
+    "{% elif value is none %}null{% elif value is number %}number{% elif value is mapping %}object"
+    "{% else %}array{% endif %}{% endmacro %}"
+    "{% if tools %}{{ open('message', [('role', 'system'), ('type', 'tool-declare')]) }}"
+    "{{ tools | tojson }}{{ close('message') }}<|end_of_msg|>{% endif %}"
+    "{% for m in messages %}{{ open('message', [('role', m.role)]) }}"
+    "{% if m.role == 'assistant' %}"
+    "{{ open('think') }}{{ m.reasoning_content }}{{ close('think') }}{{ open('response') }}"
+    "{{ m.content }}{{ close('response') }}{% if m.tool_calls %}{{ open('tools') }}"
+    "{% for call in m.tool_calls %}"
+    "{{ open('call', [('tool', call.function.name), ('index', loop.index)]) }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ open('argument', [('key', key), ('type', kind(value))]) }}"
+    + _VALUE
+    + "{{ close('argument') }}"
+    "{% endfor %}{{ close('call') }}{% endfor %}{{ close('tools') }}{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}{{ close('message') }}<|end_of_msg|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ open('message', [('role', 'assistant')]) }}"
+    "{{ open('response' if thinking is defined and not thinking else 'think') }}{% endif %}"
+)
+
 
 def _block(begin: str, call: str, end: str) -> str:
     calls = f"{{% for call in m.tool_calls %}}{call}{{% endfor %}}"
@@ -110,6 +135,7 @@ TEMPLATES = {
             "<|tool_calls_section_end|>",
         ),
     ),
+    "kimi_k3": _KIMI_K3,
     "minimax_m2": _CHATML.replace(
         _CALLS, _block("<minimax:tool_call>\n", _MINIMAX, "</minimax:tool_call>")
     ),

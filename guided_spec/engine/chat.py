@@ -17,10 +17,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
-from guided_spec.engine.reasoning import Reasoning, ReasoningState
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.text.markers import BEGINNINGS, FINAL_CHANNEL
 from guided_spec.grammar.tools.custom import as_function_call
 from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
@@ -39,6 +37,12 @@ from guided_spec.grammar.tools.formats import (
     ToolFormat,
     find_tool_format,
     get_tool_format,
+)
+from guided_spec.grammar.tools.reasoning import (
+    BEGINNINGS,
+    FINAL_CHANNEL,
+    Reasoning,
+    ReasoningState,
 )
 from guided_spec.grammar.value import parse_value
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -300,13 +304,14 @@ class Chat:
             known = ", ".join(TOOL_FORMATS)
             fix = f"the chat template is of no family that is known; name one of {known}"
             raise ConfigError("tool_format", None, fix)
-        if tool_format is not None and not tools and not tool_format.holds_reasoning:
+        if tool_format is not None and not tools and not tool_format.frames_text:
             tool_format = None
         reasoning: Reasoning | None = None
         state: ReasoningState = "unopened"
         literals: tuple[str, ...] = () if tool_format is None else tool_format.literals
         if tool_format is None or not tool_format.holds_reasoning:
-            reasoning = Reasoning.of_template(template)
+            own = None if tool_format is None else tool_format.reasoning
+            reasoning = own or Reasoning.of_template(template)
         if reasoning is not None:
             state = reasoning.state_after(prompt)
             literals += reasoning

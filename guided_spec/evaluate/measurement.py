@@ -31,8 +31,8 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.kinds import KindCounts
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.text.markers import DEFAULT_MARKERS
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.tools.reasoning import DEFAULT_MARKERS
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.training.data.records import (
     GRAMMAR_KEYS,

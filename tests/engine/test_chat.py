@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import jsonschema
@@ -19,7 +20,7 @@ from guided_spec.errors import ConfigError, GrammarCompileError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.chat_templates import PLAIN, TEMPLATES, THINKING
-from tests.tiny_llm import make_llm, tiny_tokenizer
+from tests.tiny_llm import make_llm, tiny_model, tiny_tokenizer
 
 ASK = [{"role": "user", "content": "Is it on?"}]
 LIGHT = {
@@ -32,14 +33,16 @@ TOOLS = [
     {"type": "function", "function": {"name": "light", "parameters": LIGHT}},
     {"type": "function", "function": {"name": "off"}},
 ]
-XML = ("glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
+XML = ("glm_4_5", "glm_4_7", "kimi_k3", "minimax_m2", "mimo", "qwen3_coder")
 DEEPSEEK = ("deepseek_v3_2", "deepseek_v4", "deepseek_v4_1")
 SHORT = SamplingParams(max_tokens=180, temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with make_llm("llama", tokenizer=copy.deepcopy(tiny_tokenizer()), max_model_len=512) as made:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config.max_position_embeddings = 768
+    with make_llm(model, tokenizer=copy.deepcopy(tiny_tokenizer()), max_model_len=768) as made:
         yield made
 
 
@@ -53,15 +56,15 @@ def options(template: str, **more: Any) -> ChatOptions:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_in_every_family(llm: LLM, name: str) -> None:
     """The grammar's call is read, and the answer goes into the next prompt as a message."""
-    params = SamplingParams(max_tokens=240, temperature=1.0, seed=3)
+    params = SamplingParams(max_tokens=360, temperature=1.0, seed=3)
     choice: dict[str, Any] = {"tool_choice": "light", "parallel_tool_calls": False}
-    chosen = options(TEMPLATES[name], params=params, **choice)
+    chosen = options(TEMPLATES[name], params=params, variables={"thinking": False}, **choice)
     output = llm.chat(ASK, TOOLS, **chosen)
     (call,) = output.tool_calls
     assert call.name == "light"
     jsonschema.validate(call.arguments, LIGHT)
     assert output.finish_reason == "tool_calls"
-    own = {"kimi_k2": r"functions\.light:\d+", "command_a": r"\d+"}
+    own = {"kimi_k2": r"functions\.light:\d+", "kimi_k3": r"\d+", "command_a": r"\d+"}
     assert re.fullmatch(own.get(name, "[a-zA-Z0-9]{9}"), call.id)
     done = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
     more = llm._chat.request([*ASK, output.message, done], TOOLS, chosen)
@@ -69,7 +72,7 @@ def test_a_call_in_every_family(llm: LLM, name: str) -> None:
     kind = call.arguments["kind"]
     shown = kind if name in (*XML, *DEEPSEEK) else json.dumps(kind)
     assert shown in prompt.rpartition("Is it on?")[2]
-    assert len(more.prompt_ids) < 512
+    assert len(more.prompt_ids) < 768
 
 
 def test_a_message_from_openai_s_client_means_the_same(llm: LLM) -> None:
@@ -189,6 +192,24 @@ def test_harmony_without_tools(llm: LLM) -> None:
     output = llm.chat(ASK, **chosen)
     assert output.text.endswith(output.completion.text[-3:])
     assert output.text[-3:].isdigit()
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_kimi_k3_reasons_and_responds(llm: LLM, thinking: Any) -> None:
+    """The prompt opens one of the two parts, and tags end them, with tools and without."""
+    params = replace(SHORT, max_tokens=360)
+    chosen = options(TEMPLATES["kimi_k3"], variables={"thinking": thinking}, params=params)
+    chosen["response_format"] = {"type": "regex_schema", "regex_schema": "[0-9]{3}"}
+    for tools, choice in (([], "auto"), (TOOLS, "auto"), (TOOLS, "none"), (TOOLS, "off")):
+        chosen["tool_choice"] = choice
+        output = llm.chat(ASK, tools, **chosen)
+        assert (output.reasoning is not None) == thinking
+        assert bool(output.tool_calls) != bool(output.text)
+        assert choice != "off" or output.tool_calls
+        assert output.tool_calls or re.fullmatch("[0-9]{3}", output.text)
+        assert "<|" not in output.text
+    free = llm.chat(ASK, TOOLS, **options(TEMPLATES["kimi_k3"], variables={"thinking": thinking}))
+    assert "response<|sep|>" not in free.text
 
 
 def test_several_answers(llm: LLM) -> None:

@@ -32,7 +32,10 @@ class Answer(BaseModel):
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": Answer.model_json_schema()}}
 SHORT = SamplingParams(max_tokens=150, temperature=1.0, n=4, seed=1)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (TEMPLATES[name], {}) for name in ("hermes", "llama3", "harmony", "glm_4_7")},
+    **{
+        name: (TEMPLATES[name], {})
+        for name in ("hermes", "llama3", "harmony", "glm_4_7", "kimi_k3")
+    },
     "opened": (THINKING, {"opened": True}),
 }
 

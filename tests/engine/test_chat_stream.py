@@ -16,12 +16,14 @@ from guided_spec.types import SamplingParams
 from tests.cases import rotated
 from tests.chat_templates import TEMPLATES, THINKING
 from tests.engine.test_chat import ASK, LIGHT, THOUGHT, TOOLS, XML, options
-from tests.tiny_llm import make_llm, tiny_tokenizer
+from tests.tiny_llm import make_llm, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with make_llm("llama", tokenizer=copy.deepcopy(tiny_tokenizer()), max_model_len=512) as made:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config.max_position_embeddings = 768
+    with make_llm(model, tokenizer=copy.deepcopy(tiny_tokenizer()), max_model_len=768) as made:
         yield made
 
 
@@ -75,9 +77,10 @@ def check(llm: LLM, tools: Any = None, **chosen: Any) -> Joined:
     return joined
 
 
-@pytest.mark.parametrize("name", ["hermes", "harmony", "glm_4_5"])
+@pytest.mark.parametrize("name", ["hermes", "harmony", "glm_4_5", "kimi_k3"])
 def test_a_call(llm: LLM, name: str) -> None:
-    joined = check(llm, TOOLS, **options(TEMPLATES[name], tool_choice="light"))
+    params = SamplingParams(max_tokens=320, temperature=1.0, seed=3)
+    joined = check(llm, TOOLS, **options(TEMPLATES[name], tool_choice="light", params=params))
     assert joined.calls[0][1] == "light"
 
 

@@ -16,6 +16,7 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.text.parts import TextParts, new_parts
 from guided_spec.grammar.text.state import TextState, WrappedGrammar
+from guided_spec.grammar.tools.reasoning import DEFAULT_MARKERS
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
@@ -175,22 +176,6 @@ def _borders(symbols: tuple[int, ...]) -> tuple[int, ...]:
         borders.append(border + (symbols[border] == symbol))
     return tuple(borders)
 
-
-FINAL_CHANNEL = "<|channel|>final<|message|>"
-"""What begins gpt-oss's answer."""
-
-BEGINNINGS = {
-    "</think>": "<think>",  # Qwen, DeepSeek, GLM, MiniMax, Kimi, Hunyuan, Nemotron
-    "[/THINK]": "[THINK]",  # Magistral
-    "</seed:think>": "<seed:think>",  # Seed-OSS
-    "<|END_THINKING|>": "<|START_THINKING|>",  # Command A Reasoning
-    "</thought>": "<thought>",  # EXAONE Deep
-    "\u25c1/think\u25b7": "\u25c1think\u25b7",  # Kimi-VL
-}
-"""What begins the reasoning that a marker ends; gpt-oss has channels."""
-
-DEFAULT_MARKERS = (*BEGINNINGS, FINAL_CHANNEL)
-"""How model families end their reasoning; the first one that the chat template holds counts."""
 
 _WHITESPACE = frozenset(b" \t\n\v\f\r")
 

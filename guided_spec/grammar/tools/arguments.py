@@ -31,30 +31,39 @@ _ENUM_KEYS = _NOTES | {"type", "enum", "const"}
 _ROOT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _ROOT_KEYS |= {"$defs", "definitions", "$schema", "$id", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
-_DEEPEST = 16  # references and alternatives inside each other
+_MOST_PARTS = 300
+_TYPES = ("string", "number", "boolean", "null", "object", "array")
 
 
 class ArgumentForm(NamedTuple):
     """How one argument is written.
 
-    text: with ``{key}``, ``{value}`` and perhaps ``{string}``, "true" or "false": whether the
-        value is a string.
-    none: what stands for no arguments at all.
+    text: with ``{key}``, ``{value}`` and perhaps ``{string}``, "true" or "false": whether the value
+        is a string written without quotes, or ``{type}``: its type in JSON's words.
+    none: what stands for no arguments at all. escapes: what is replaced in a key, by what.
     """
 
     text: str
     none: str = ""
+    escapes: tuple[tuple[str, str], ...] = ()
 
-    def around(self, key: str, *, is_string: bool) -> tuple[str, str]:
-        """The text before the value of an argument, and the text after it."""
-        kind = "true" if is_string else "false"
-        begin, end = self.text.replace("{string}", kind).split("{value}")
+    def around(self, key: str, kind: str) -> tuple[str, str]:
+        """The text before the value of an argument, and the text after it.
+
+        kind: one of ``kinds``.
+        """
+        for written, escape in self.escapes:
+            key = key.replace(written, escape)
+        text = self.text.replace("{string}", kind).replace("{type}", kind)
+        begin, end = text.split("{value}")
         return begin.replace("{key}", key), end
 
     @property
-    def tells_strings(self) -> bool:
-        """Whether the text before a value says whether it is a string."""
-        return "{string}" in self.text
+    def kinds(self) -> tuple[str, ...]:
+        """What the text before a value can say of it: the first for strings without quotes."""
+        if "{type}" in self.text:
+            return _TYPES
+        return ("true", "false") if "{string}" in self.text else ("",)
 
 
 class _Kinds(NamedTuple):
@@ -88,16 +97,18 @@ def arguments_content(tool: Tool, form: ArgumentForm) -> dict[str, Any]:
 
 def _argument(tool: Tool, form: ArgumentForm, key: str, kinds: _Kinds) -> list[dict[str, Any]]:
     """An argument in each of its forms: one, if strings and others look alike."""
-    contents = [(_text_content(kinds.strings), True)] if kinds.strings else []
-    if kinds.other is not None:
-        content = schema_content(tool, _with_definitions(tool, kinds.other), key)
-        if form.tells_strings or not kinds.strings:
-            contents.append((content, False))
-        elif not any(map(_is_any_text, kinds.strings)):  # which holds all else too
-            contents = [(either([contents[0][0], content]), True)]
+    contents: dict[str, list[dict[str, Any]]] = {}
+    if kinds.strings:
+        contents[form.kinds[0]] = [_text_content(kinds.strings)]
+    for kind, schema in _parts(tool, form, kinds.other).items():
+        if kind in contents and any(map(_is_any_text, kinds.strings)):
+            continue  # any text holds it too
+        content = schema_content(tool, _with_definitions(tool, schema), key)
+        contents.setdefault(kind, []).append(content)
     found = []
-    for content, is_string in contents:
-        begin, end = form.around(key, is_string=is_string)
+    for kind, options in contents.items():
+        content = either(options)
+        begin, end = form.around(key, kind)
         # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
         mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
         one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
@@ -129,15 +140,15 @@ def read_arguments(
     """What ``arguments_content`` has written into a text at an index; None where it has not."""
     values: dict[str, Any] = {}
     for key, schema in tool.parameters.get("properties", {}).items():
-        for is_string in (True, False) if form.tells_strings else (True,):
-            begin, end = map(marks.mark, form.around(key, is_string=is_string))
+        for kind in form.kinds:
+            begin, end = map(marks.mark, form.around(key, kind))
             if text.startswith(begin, at):
                 break
         else:
             continue
         kinds = _kinds(tool, schema)
-        if form.tells_strings:
-            kinds = kinds._replace(other=None) if is_string else kinds._replace(strings=())
+        strings = kinds.strings if kind == form.kinds[0] else ()
+        kinds = _Kinds(strings, _parts(tool, form, kinds.other).get(kind))
         found = _read_one(tool, kinds, text, at + len(begin), end)
         if found is None:
             return None
@@ -172,39 +183,107 @@ def _kinds(tool: Tool, schema: Any) -> _Kinds:
     """What an argument may be. tool: whose definitions the schema refers to."""
     if tool.input is not None:
         return _Kinds((), schema)
-    shared = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
-    return _kinds_of(json.dumps(schema), json.dumps(shared))
+    return _kinds_of(json.dumps(schema), json.dumps(_shared(tool)))
 
 
-@lru_cache(maxsize=1024)  # a stream asks for every piece
+def _parts(tool: Tool, form: ArgumentForm, other: Any) -> Mapping[str, Any]:
+    """The parts of a schema of values that are written as JSON, by kind of value."""
+    if other is None or form.kinds is not _TYPES:
+        return {} if other is None else {form.kinds[-1]: other}
+    return _types_of(json.dumps(other), json.dumps(_shared(tool))) or {_TYPES[-1]: other}
+
+
+# A stream asks both for every piece.
+@lru_cache(maxsize=1024)
+def _types_of(schema: str, shared: str) -> Mapping[str, Any]:
+    return _Splitter(json.loads(shared)).by_type(json.loads(schema))
+
+
+@lru_cache(maxsize=1024)
 def _kinds_of(schema: str, shared: str) -> _Kinds:
-    return _split(json.loads(schema), json.loads(shared), _DEEPEST)
+    return _Splitter(json.loads(shared)).kinds(json.loads(schema))
 
 
-def _split(schema: Any, shared: Mapping[str, Any], depth: int) -> _Kinds:
-    if not isinstance(schema, Mapping) or depth == 0:
+class _Splitter:
+    """Takes schemas apart. shared: the definitions that they refer to.
+
+    References and alternatives inside each other may be without end, or double at each level. So
+    what is beyond ``_MOST_PARTS`` is not taken apart.
+    """
+
+    def __init__(self, shared: Mapping[str, Any]) -> None:
+        self._shared = shared
+        self._left = _MOST_PARTS
+
+    def kinds(self, schema: Any) -> _Kinds:
+        """The strings among the values of a schema, and all else."""
+        if not isinstance(schema, Mapping) or not self._may_go_on():
+            return _Kinds((), schema)
+        if (target := self._target(schema)) is not None:
+            found = self.kinds(target)
+            return found if found.strings else _Kinds((), schema)
+        if (options := _alternatives(schema)) is not None:
+            parts = [self.kinds(one) for one in options]
+            others = [part.other for part in parts if part.other is not None]
+            strings = tuple(one for part in parts for one in part.strings)
+            if strings:
+                return _Kinds(strings, _joined(others))
+        if (values := _options(schema)) is not None and schema.keys() <= _ENUM_KEYS:
+            return _split_options(schema, values)
+        kinds = schema.get("type")
+        listed = kinds if isinstance(kinds, list) else [kinds]
+        if "string" in listed and schema.keys() <= _PLAIN_KEYS:
+            rest = [kind for kind in listed if kind != "string"]
+            bounds = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
+            other = {"type": rest[0] if len(rest) == 1 else rest} if rest else None
+            return _Kinds(({"type": "string", **bounds},), other)
         return _Kinds((), schema)
-    keys = schema.keys() - _NOTES
-    if keys == {"$ref"}:
-        target = _target(schema["$ref"], shared)
-        found = _Kinds(()) if target is None else _split(target, shared, depth - 1)
-        return found if found.strings else _Kinds((), schema)
-    if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
-        parts = [_split(one, shared, depth - 1) for one in schema["anyOf"]]
-        others = [part.other for part in parts if part.other is not None]
-        strings = tuple(one for part in parts for one in part.strings)
-        if strings:
-            return _Kinds(strings, _joined(others))
-    if (options := _options(schema)) is not None and schema.keys() <= _ENUM_KEYS:
-        return _split_options(schema, options)
-    kinds = schema.get("type")
-    listed = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in listed and schema.keys() <= _PLAIN_KEYS:
-        rest = [kind for kind in listed if kind != "string"]
-        bounds = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
-        other = {"type": rest[0] if len(rest) == 1 else rest} if rest else None
-        return _Kinds(({"type": "string", **bounds},), other)
-    return _Kinds((), schema)
+
+    def by_type(self, schema: Any) -> dict[str, Any]:
+        """The parts of a schema by the type of the value, "number" for integers too."""
+        if not isinstance(schema, Mapping):
+            return {} if schema is False else {kind: {"type": kind} for kind in _TYPES}
+        if self._may_go_on():
+            if (target := self._target(schema)) is not None:
+                return self.by_type(target)
+            if (options := _alternatives(schema)) is not None:
+                parts = [self.by_type(option) for option in options]
+                kinds = dict.fromkeys(kind for part in parts for kind in part)
+                return {kind: _joined([p[kind] for p in parts if kind in p]) for kind in kinds}
+        given = schema.get("type", list(_TYPES))
+        listed = given if isinstance(given, list) else [given]
+        if not all(isinstance(one, str) for one in listed):
+            return {}  # no schema
+        found: dict[str, list[str]] = {}
+        for one in listed:
+            found.setdefault("number" if one == "integer" else one, []).append(one)
+        values = _options(schema)
+        if values is not None:
+            held = set(map(_type_of, values))
+            found = {kind: names for kind, names in found.items() if kind in held}
+        return {
+            kind: {**schema, "type": names[0] if len(names) == 1 else names}
+            for kind, names in found.items()
+        }
+
+    def _may_go_on(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def _target(self, schema: Mapping[str, Any]) -> Any:
+        """What a schema that is a reference refers to; None for others, and where it is unknown."""
+        if schema.keys() - _NOTES != {"$ref"}:
+            return None
+        reference = schema["$ref"]
+        parts = reference.split("/") if isinstance(reference, str) else ()
+        if len(parts) == 3 and parts[0] == "#" and parts[1] in self._shared:
+            return self._shared[parts[1]].get(parts[2])
+        return None
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
+    options = schema["anyOf"] if schema.keys() - _NOTES == {"anyOf"} else None
+    return options if isinstance(options, list) else None
 
 
 def _split_options(schema: Mapping[str, Any], options: list[Any]) -> _Kinds:
@@ -221,17 +300,25 @@ def _split_options(schema: Mapping[str, Any], options: list[Any]) -> _Kinds:
     return _Kinds(({"enum": strings},), {**typed, "enum": rest} if rest else None)
 
 
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case Mapping():
+            return "object"
+    return "array"
+
+
 def _joined(others: list[Any]) -> Any:
     if not others:
         return None
     return others[0] if len(others) == 1 else {"anyOf": others}
-
-
-def _target(reference: Any, shared: Mapping[str, Any]) -> Any:
-    parts = reference.split("/") if isinstance(reference, str) else ()
-    if len(parts) == 3 and parts[0] == "#" and parts[1] in shared:
-        return shared[parts[1]].get(parts[2])
-    return None
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -242,8 +329,13 @@ def _options(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _with_definitions(tool: Tool, schema: Any) -> Any:
-    shared = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
+    shared = _shared(tool)
     return {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
+
+
+def _shared(tool: Tool) -> dict[str, Any]:
+    """The definitions that a tool's arguments may refer to."""
+    return {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
 
 
 def _check_root(tool: Tool) -> None:

@@ -12,6 +12,7 @@ import jsonschema
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tools.delimited import DelimitedFormat
 from guided_spec.grammar.tools.format import (
     OWNER,
     BegunText,
@@ -21,7 +22,7 @@ from guided_spec.grammar.tools.format import (
     ToolRules,
     begun_length,
 )
-from guided_spec.grammar.tools.formats import HarmonyFormat, ToolFormat
+from guided_spec.grammar.tools.formats import ToolFormat
 
 _KINDS = "json_schema, json_object, regex, choice and structural_tag"
 
@@ -84,13 +85,18 @@ class FormedFormat:
         """Whether the reasoning is part of the family's form."""
         return self.calls.holds_reasoning
 
+    @property
+    def frames_text(self) -> bool:
+        """Whether every text is of the family's form, with calls or without."""
+        return self.calls.frames_text
+
     def content(self, rules: ToolRules) -> dict[str, Any]:
         """The format of a structural tag. Raises ConfigError naming the tool, or the form."""
         return self.calls.content(rules._replace(form=form_content(self.form)))
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
         """Take apart what the grammar has written and ``marks`` has read."""
-        if self.holds_reasoning:
+        if self.frames_text:
             return self.calls.read(text, tools, marks)
         is_call = text.startswith(marks.mark(self._trigger))
         read = self.calls.read(text, tools, marks) if is_call else None
@@ -102,7 +108,7 @@ class FormedFormat:
 
     def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
         """``read`` of an unfinished text. What may turn out to be either is held back."""
-        if self.holds_reasoning:
+        if self.frames_text:
             return self.calls.read_begun(text, tools, marks)
         trigger = marks.mark(self._trigger)
         if text.startswith(trigger):
@@ -112,7 +118,7 @@ class FormedFormat:
 
     @property
     def _trigger(self) -> str:
-        return "" if isinstance(self.calls, HarmonyFormat) else self.calls.trigger
+        return self.calls.trigger if isinstance(self.calls, DelimitedFormat) else ""
 
     def _is_certain(self, marks: MarkedText) -> bool:
         """Whether no text of the form begins as a call does."""

@@ -10,13 +10,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from guided_spec.engine.reasoning import Reasoning
 from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.completion.spelling import mark_of
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.format import ToolRules, read_tools
 from guided_spec.grammar.tools.formats import TOOL_FORMATS
+from guided_spec.grammar.tools.reasoning import Reasoning
 from tests.grammar.tools.test_tool_formats import (
     BACKENDS,
     CALLS,

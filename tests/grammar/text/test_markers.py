@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.text.markers import BYTES, DEFAULT_MARKERS, Marker, Markers, symbols_of
+from guided_spec.grammar.text.markers import BYTES, Marker, Markers, symbols_of
+from guided_spec.grammar.tools.reasoning import DEFAULT_MARKERS
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.spelled import (
     EOS,

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.tools.custom import InputReader, as_function_call, custom_names
 from guided_spec.grammar.tools.format import read_choice, read_tools, tool_dicts
-from guided_spec.grammar.tools.formats import TOOL_FORMATS
 from tests.grammar.backends.test_printed import PATCH
-from tests.grammar.tools.test_tool_formats import CALLS, XML, light, side, takes, whole
+from tests.grammar.tools.test_tool_formats import (
+    CALLS,
+    XML,
+    block,
+    delimited,
+    light,
+    side,
+    takes,
+    whole,
+)
 
 LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": PATCH}}
 REGEX = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r'say "\w+"\n?'}}
@@ -30,12 +38,15 @@ def call(name: str, text: str, *, is_quoted: bool) -> str:
     """A family's call of the tool "light" with one text."""
     written = json.dumps(text, ensure_ascii=False)
     one = CALLS[name].replace("%", f'{{"input": {written}}}')
-    known: Any = TOOL_FORMATS[name]
     if name in XML:
-        before, after = known.argument.around("input", is_string=not is_quoted)
+        known = delimited(name)
+        assert known.argument is not None
+        kinds = known.argument.kinds
+        kind = kinds[-1] if is_quoted and kinds[-1] == "false" else kinds[0]
+        before, after = known.argument.around("input", kind)
         argument = f"{before}{written if is_quoted else text}{after}"
         one = known.call.replace("{name}", "light").replace("{arguments}", argument)
-        one = f"{known.opening}{one}{known.closing}"
+        one = block(name, one)
     return one
 
 

@@ -23,6 +23,7 @@ from tests.grammar.tools.test_tool_formats import (
     LIGHTS,
     TOOLS,
     Side,
+    framed,
     side,
     spell,
     walk,
@@ -57,10 +58,6 @@ def is_of(form: str, text: str) -> bool:
 def takes(found: Side, token_ids: list[int]) -> bool:
     matcher = found.compiled.new_matcher()
     return all(map(matcher.accept_token, [*token_ids, EOS])) and matcher.is_terminated()
-
-
-def answer(name: str, text: str) -> str:
-    return f"<|channel|>final<|message|>{text}" if name == "harmony" else text
 
 
 def check_stream(found: Side, token_ids: list[int], *, may_wait: bool = False) -> None:
@@ -108,7 +105,7 @@ def test_calls_and_answers(name: str, kind: str, form: str) -> None:
     assert [one.arguments for one in found.read(call).calls] == [json.loads(LIGHT)]
     check_stream(found, call, may_wait=name == "llama3" or form in ("regex", "choice"))
     texts = {"schema": '{"name": "x"}', "object": '{"a": 1}', "regex": "a", "choice": "yes"}
-    text = spell(answer(name, texts[form]), kind)
+    text = spell(framed(name, texts[form]), kind)
     assert takes(found, text)
     assert found.read(text) == (texts[form], (), None)
     for wrong in (b"", b"Well. ", b" "):

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from guided_spec.engine.reasoning import Reasoning
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.text.markers import BEGINNINGS
+from guided_spec.grammar.tools import kimi_k3
+from guided_spec.grammar.tools.delimited import DelimitedFormat
 from guided_spec.grammar.tools.form import FormedFormat
 from guided_spec.grammar.tools.format import (
     MarkedText,
@@ -36,6 +36,7 @@ from guided_spec.grammar.tools.formats import (
     find_tool_format,
     get_tool_format,
 )
+from guided_spec.grammar.tools.reasoning import BEGINNINGS, Reasoning
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.chat_templates import PLAIN, TEMPLATES
 from tests.masks.walks import BYTES
@@ -55,7 +56,7 @@ DSML = {
     "deepseek_v4": ("｜DSML｜", "tool_calls"),
     "deepseek_v4_1": ("｜DSML｜ ", "calls"),
 }
-XML = (*DSML, "glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
+XML = (*DSML, "glm_4_5", "glm_4_7", "kimi_k3", "minimax_m2", "mimo", "qwen3_coder")
 
 
 @cache
@@ -150,6 +151,8 @@ def _closing(found: Side, kind: str, token_ids: list[int], legal: list[int]) -> 
     if len(closing) == 1 and closing[0] in legal:
         return closing
     ends = [known.literals[-1], getattr(known, "closing", "")]
+    if found.name == "kimi_k3":
+        ends = [_next_end(found.marks.show(found.marks.read(token_ids)))]
     if found.name == "harmony":
         ends.insert(0, "<|end|><|start|>assistant<|channel|>final<|message|>")
         ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
@@ -165,6 +168,16 @@ def _closing(found: Side, kind: str, token_ids: list[int], legal: list[int]) -> 
     # A line break stands in free text, but never in JSON.
     closers = [] if ord("\n") in legal else [t for t in legal if t in frozenset(b'"]}')]
     return closers[:1] or best or legal
+
+
+def _next_end(text: str) -> str:
+    """What ends the innermost part that is open in a text of Kimi K3, or else the message."""
+    opened = {name: text.rfind(f"<|open|>{name}") for name in ("argument", "call", "tools")}
+    for name, at in opened.items():
+        if at > text.rfind(f"<|close|>{name}<|sep|>"):
+            return f"<|close|>{name}<|sep|>"
+    name = "message" if "<|close|>response<|sep|>" in text else "response"
+    return f"<|close|>{name}<|sep|>"
 
 
 KEYS = st.sampled_from(["city", "on", "a b", "x"])
@@ -261,6 +274,11 @@ CALLS = {
     },
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.light:0"
     "<|tool_call_argument_begin|>%<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k3": "<|close|>response<|sep|><|open|>tools<|sep|>"
+    '<|open|>call tool="light" index="1"<|sep|>'
+    '<|open|>argument key="on" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    '<|open|>argument key="room" type="string"<|sep|>the hall<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="light">\n<parameter name="on">true'
     '</parameter>\n<parameter name="room">the hall</parameter>\n</invoke>\n</minimax:tool_call>',
     "command_a": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "light", '
@@ -277,6 +295,32 @@ CALLS = {
     "harmony": "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
     "<|channel|>commentary to=functions.light <|constrain|>json<|message|>%",
 }
+
+
+def framed(name: str, text: str) -> str:
+    """An answer as the family writes it."""
+    match name:
+        case "harmony":
+            return f"<|channel|>final<|message|>{text}"
+        case "kimi_k3":
+            return f"{text}<|close|>response<|sep|><|close|>message<|sep|>"
+    return text
+
+
+def delimited(name: str) -> DelimitedFormat:
+    """How a family that is not gpt-oss writes calls."""
+    known = kimi_k3.CALLS if name == "kimi_k3" else TOOL_FORMATS[name]
+    assert isinstance(known, DelimitedFormat)
+    return known
+
+
+def block(name: str, calls: str) -> str:
+    """Calls with what the family writes around them."""
+    known = delimited(name)
+    written = f"{known.opening}{calls}{known.closing}".replace("{id}", "1")
+    if name == "kimi_k3":
+        return f"<|close|>response<|sep|>{written}<|close|>message<|sep|>"
+    return written
 
 
 def spell(text: str, kind: str) -> list[int]:
@@ -304,6 +348,7 @@ def test_the_family_s_own_text(name: str, kind: str) -> None:
     (call,) = found.read(token_ids).calls
     assert (call.name, call.arguments) == ("light", {"on": True, "room": "the hall"})
     ids = {"mistral_v11": "abc123XYZ", "kimi_k2": "functions.light:0", "command_a": "0"}
+    ids["kimi_k3"] = "1"
     assert call.id == ids.get(name, "")
     assert found.read(token_ids).reasoning == ("so" if name == "harmony" else None)
 
@@ -381,7 +426,7 @@ def test_shared_definitions_reach_an_argument() -> None:
 @pytest.mark.parametrize(("end", "begin"), BEGINNINGS.items())
 def test_reasoning_is_split_off(end: str, begin: str) -> None:
     reasoning = Reasoning.of_template(f"x{end}y")
-    assert reasoning == (begin, end)
+    assert reasoning == Reasoning(begin, end)
     marks = MarkedText(BYTES, reasoning)
     assert reasoning.split(f"{begin}\nso\n{end}\n\nyes", "unopened", marks) == ("so", "yes")
     assert reasoning.split(f"so\n{end}yes", "open", marks) == ("so", "yes")
@@ -430,7 +475,9 @@ def test_reasoning_before_calls_that_are_spelled_out(name: str, kind: str) -> No
         )
         assert takes(found, spell(f"<think>so</think>\n{text}", kind)) == (choice != "none")
         assert takes(found, spell(text, kind)) == (choice != "none")
-        assert takes(found, spell("<think>so</think>Well <b>.", kind)) == (choice != "required")
+        assert takes(found, spell(framed(name, "<think>so</think>Well <b>."), kind)) == (
+            choice != "required"
+        )
         if kind == "think":
             twice = spell("<think>so</think>", kind)
             assert not takes(found, [*twice, *twice])
@@ -481,7 +528,10 @@ def test_names_with_dots_are_names(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_without_arguments(name: str, schema: Any) -> None:
     text = CALLS[name].replace("%", "{}")
-    argument = r"<(parameter|arg_key|｜DSML｜ ?p).*</(parameter|arg_value|｜DSML｜ ?parameter)>\n?"
+    argument = (
+        r"<(parameter|arg_key|｜DSML｜ ?p|\|open\|>argument).*"
+        r"<(/parameter|/arg_value|/｜DSML｜ ?parameter|\|close\|>argument<\|sep\|)>\n?"
+    )
     # DeepSeek V3.2 and V4.1 write an empty line instead.
     instead = "\n" * (name in DSML and name != "deepseek_v4")
     text = re.sub(argument, instead, text, flags=re.DOTALL)

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from guided_spec.grammar.text.markers import BEGINNINGS
 from guided_spec.grammar.tools.format import MarkedText, begun_length, in_sequence
 
 ReasoningState = Literal["unopened", "open", "closed"]
+
+FINAL_CHANNEL = "<|channel|>final<|message|>"
+"""What begins gpt-oss's answer."""
+
+BEGINNINGS = {
+    "</think>": "<think>",  # Qwen, DeepSeek, GLM, MiniMax, Kimi, Hunyuan, Nemotron
+    "[/THINK]": "[THINK]",  # Magistral
+    "</seed:think>": "<seed:think>",  # Seed-OSS
+    "<|END_THINKING|>": "<|START_THINKING|>",  # Command A Reasoning
+    "</thought>": "<thought>",  # EXAONE Deep
+    "\u25c1/think\u25b7": "\u25c1think\u25b7",  # Kimi-VL
+}
+"""What begins the reasoning that a marker ends; gpt-oss has channels."""
+
+DEFAULT_MARKERS = (*BEGINNINGS, FINAL_CHANNEL)
+"""How model families end their reasoning; the first one that the chat template holds counts."""
 
 _EMPTY_LINES = {"type": "regex", "pattern": "\\n{0,2}"}
 
@@ -20,10 +35,14 @@ class SplitText(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """How a model family writes its reasoning: between ``begin`` and ``end``."""
+    """How a model family writes its reasoning: between ``begin`` and ``end``.
+
+    answer: the part of ``end`` with which a prompt ends that has no reasoning; "" for all of it.
+    """
 
     begin: str
     end: str
+    answer: str = ""
 
     @classmethod
     def of_template(cls, template: str) -> Reasoning | None:
@@ -38,7 +57,7 @@ class Reasoning(NamedTuple):
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
             return "open"
-        return "closed" if prompt.endswith(self.end) else "unopened"
+        return "closed" if prompt.endswith(self.answer or self.end) else "unopened"
 
     def before(self, content: dict[str, Any]) -> dict[str, Any]:
         """Structural tags for ``content`` after optional reasoning."""
