@@ -25,17 +25,17 @@ class BatchOptions:
 
     input: Annotated[
         Path | None,
-        typer.Option(help="Answer a file: .jsonl, .csv, .tsv or .parquet; needs --output."),
+        typer.Option(help="File of requests: .jsonl, .csv, .tsv or .parquet; needs --output."),
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option(help="JSON Lines, one for each answer; the same command goes on with it."),
+        typer.Option(help="JSON Lines of results; run the same command to resume."),
     ] = None
     id_column: Annotated[
-        str | None, typer.Option(help="Column that names the answers; their number otherwise.")
+        str | None, typer.Option(help="Column to use as the id of each result. [row number]")
     ] = None
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests call the model; repeat it.")
+        list[str] | None, typer.Option(help="Model name in requests; can be repeated.")
     ] = None
 
     @property

@@ -41,15 +41,15 @@ class TaskOptions:
 
     tasks: Annotated[
         str | None,
-        typer.Option(help="Prompts of the package instead: extraction,tools,chat; all for all."),
+        typer.Option(help="Built-in prompts: extraction,tools,chat; all for all."),
     ] = None
     temperatures: Annotated[
-        str | None, typer.Option(help="Several, such as 0,0.7, instead of --temperature.")
+        str | None, typer.Option(help="Several, such as 0,0.7; replaces --temperature.")
     ] = None
     by_kind: Annotated[
-        bool, typer.Option("--by-kind", help="Count drafts by kind of token; writes texts twice.")
+        bool, typer.Option("--by-kind", help="Count drafts by kind of token; generates twice.")
     ] = False
-    markdown: Annotated[Path | None, typer.Option(help="Write tables of Markdown here.")] = None
+    markdown: Annotated[Path | None, typer.Option(help="Write Markdown tables here.")] = None
 
     def check(self, workload: Path | None, plot: Path | None) -> None:
         """Raise ConfigError for options that exclude each other, and for a file that cannot be."""
@@ -99,7 +99,9 @@ class TaskOptions:
 
 @with_options
 def bench(
-    workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
+    workload: Annotated[
+        Path | None, typer.Option(help="JSON Lines; see docs/benchmarks.md.")
+    ] = None,
     proposers: Annotated[
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
     ] = None,
@@ -107,10 +109,8 @@ def bench(
     load: ModelOptions,
     apart: TaskOptions,
     reports: ReportOptions,
-    batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Requests to run at most, of each task.")
-    ] = None,
+    batch_size: Annotated[str, typer.Option(help="Concurrent requests, such as 1,8.")] = "1",
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum requests per task.")] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     as_json: Json = False,
     _verbose: Verbose = False,

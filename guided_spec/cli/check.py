@@ -17,31 +17,33 @@ LONGEST_LINE = 100  # columns of a sentence
 
 
 def check(
-    schema: Annotated[Path, typer.Argument(help="JSON schema file; - is standard input.")],
+    schema: Annotated[Path, typer.Argument(help="JSON schema file; - reads standard input.")],
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of a model.")] = None,
     grammar_backend: Annotated[
-        str, typer.Option(help="xgrammar, llguidance, auto (the first that enforces it), or yours.")
+        str, typer.Option(help="xgrammar, llguidance, auto, or a registered one.")
     ] = "auto",
     unsupported: Annotated[
-        str, typer.Option(help="What is not enforced: error, rewrite (admit less), or warn.")
+        str, typer.Option(help="For unsupported keywords: error, rewrite (narrower), or warn.")
     ] = "error",
     key_order: Annotated[
-        str, typer.Option(help="Of objects: schema, as it lists them, or any.")
+        str, typer.Option(help="Order of object keys: schema (as listed) or any.")
     ] = "schema",
     additional_properties: Annotated[
         str, typer.Option(help="closed: declared keys only; schema: as JSON Schema reads it.")
     ] = "closed",
     resource: Annotated[
         list[Path] | None,
-        typer.Option(help="Schema that it refers to by file name or $id; repeat it."),
+        typer.Option(help="Referenced schema, by file name or $id; can be repeated."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse keywords that look misspelt.")
+        bool, typer.Option("--strict", help="Reject keywords that look misspelt.")
     ] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="Make its token table; compare it with the matcher.")
+        bool, typer.Option("--table", help="Build its token table and compare it with the matcher.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="Random tokens to compare it along.", min=0)] = 100_000,
+    steps: Annotated[
+        int, typer.Option(help="Number of random tokens to compare on.", min=0)
+    ] = 100_000,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:

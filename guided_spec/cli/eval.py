@@ -29,7 +29,7 @@ UNTRAINED = "untrained"  # as a proposer: the head of the draft with fresh weigh
 
 @with_options
 def evaluate(
-    data: Annotated[list[str], typer.Option(help="As of guided-spec train; repeat it.")],
+    data: Annotated[list[str], typer.Option(help="Same as guided-spec train; can be repeated.")],
     load: ModelOptions,
     reports: ReportOptions,
     proposers: Annotated[
@@ -43,8 +43,8 @@ def evaluate(
         str | None,
         typer.Option(help="Measure a vLLM server that runs --model: http://host:8000/v1."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 8,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of each source.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Concurrent requests.")] = 8,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per source.")] = 64,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:

@@ -71,7 +71,7 @@ def generate(
     proposer: Proposer = None,
     *,
     files: BatchOptions,
-    compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run plain decoding.")] = False,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # this loads torch
     from guided_spec.engine.llm import LLM
 
 STDIN = "-"
-Proposer = Annotated[str | None, typer.Option(help="Who drafts; chain:a+b for several.")]
+Proposer = Annotated[str | None, typer.Option(help="Drafting method; chain:a+b combines several.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ModelOptions:
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None
     device_map: Annotated[
         str | None,
-        typer.Option(help="Spread the model over devices: auto, or JSON of its modules."),
+        typer.Option(help="Spread the model over devices: auto, or a JSON map."),
     ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -72,25 +72,25 @@ class ModelOptions:
 class TextOptions:
     """One text: its prompt, its grammar, and how it is sampled."""
 
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - is standard input.")
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads standard input.")] = None
+    schema: Annotated[
+        Path | None, typer.Option(help="JSON schema file; - reads standard input.")
     ] = None
-    schema: Annotated[Path | None, typer.Option(help="JSON schema file; - is standard input.")] = (
-        None
-    )
     regex: Annotated[str | None, typer.Option(help="Regular expression.")] = None
-    choice: Annotated[list[str] | None, typer.Option(help="One option; repeat it.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="One option; can be repeated.")] = None
     grammar: Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")] = None
-    after: Annotated[str | None, typer.Option(help="Free text up to this marker.")] = None
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256
+    after: Annotated[
+        str | None, typer.Option(help="Free text until this marker, then the grammar.")
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.")] = 256
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0
     top_p: Annotated[float, typer.Option(help="1 keeps all tokens.")] = 1.0
     min_p: Annotated[float, typer.Option(help="0 keeps all tokens.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="For repeatable sampling.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed, for reproducible sampling.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; can be repeated.")] = None
     on_short: Annotated[
-        str, typer.Option(help="Of a text that --max-tokens ends early: return it, or error.")
+        str, typer.Option(help="If --max-tokens cuts the text short: return or error.")
     ] = "return"
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False
 
@@ -155,11 +155,11 @@ class TextOptions:
 class ReportOptions:
     """What is measured with, and where the figures go in addition to stdout."""
 
-    max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens per request.")] = 256
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0
-    output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None
+    output: Annotated[Path | None, typer.Option(help="Also write a JSON list here.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.")] = None
 
     def params(self) -> SamplingParams:
         """The sampling parameters of every request.

@@ -24,7 +24,7 @@ OWN = "guided_spec"
 
 Name = Annotated[
     list[str] | None,
-    typer.Option("--served-model-name", help="What requests call the model; repeat it."),
+    typer.Option("--served-model-name", help="Model name in requests; can be repeated."),
 ]
 Key = Annotated[
     list[str] | None,
@@ -32,13 +32,13 @@ Key = Annotated[
         "--api-key",
         envvar=_KEY_VARIABLE,
         show_default=False,
-        help="Requests must bring it; repeat it, or separate keys by spaces in the variable.",
+        help="Required of clients; can be repeated, or separated by spaces in the variable.",
     ),
 ]
 
 Host = Annotated[
     list[str] | None,
-    typer.Option("--allowed-host", help="Names it answers to; repeat it. * is any."),
+    typer.Option("--allowed-host", help="Allowed Host header; can be repeated, * for any."),
 ]
 
 
@@ -48,20 +48,22 @@ def serve(
     proposer: Proposer = None,
     *,
     max_batch_size: Annotated[
-        int | None, typer.Option(help="Texts that run at once; 16, or vLLM's own.")
+        int | None, typer.Option(help="Maximum concurrent sequences. [16, or vLLM's default]")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a prompt and text.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum tokens of prompt and output.")
+    ] = None,
     kv_memory_bytes: Annotated[
-        int | None, typer.Option(help="Memory of keys and values; by default what is free allows.")
+        int | None, typer.Option(help="Memory for the KV cache. [by free memory]")
     ] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="0.0.0.0 listens on all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
     served_model_name: Name = None,
     api_key: Key = None,
     allowed_host: Host = None,
     limits: ServerLimits,
-    engine: Annotated[str, typer.Option(help="guided_spec; vllm is vLLM's own server.")] = OWN,
-    engine_options: Annotated[str | None, typer.Option(help="JSON: further ones of vLLM.")] = None,
+    engine: Annotated[str, typer.Option(help="guided_spec, or vllm for vLLM's own server.")] = OWN,
+    engine_options: Annotated[str | None, typer.Option(help="JSON object of vLLM options.")] = None,
     _verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, for OpenAI's clients.

@@ -28,9 +28,11 @@ if TYPE_CHECKING:  # these load torch
 DEFAULT_OUTPUT = Path("trace.html")
 Output = Annotated[
     list[Path] | None,
-    typer.Option("--output", "-o", help="A .html page or .json; repeat it. [trace.html]"),
+    typer.Option("--output", "-o", help="A .html page or .json; can be repeated. [trace.html]"),
 ]
-Compare = Annotated[str | None, typer.Option(help="Another proposer, next to it; or NAME=DRAFT.")]
+Compare = Annotated[
+    str | None, typer.Option(help="A second proposer to compare with; or NAME=DRAFT.")
+]
 WARM_UP = 16  # tokens that are written, and forgotten, before the clock counts
 
 

@@ -108,10 +108,16 @@ def _plots(traces: Sequence[Trace]) -> list[str]:
         times.append([_Bar(1.0, s.seconds, f"{s.seconds * 1e3:.4g} ms") for s in trace.steps])
     names = [trace.proposer for trace in traces]
     longest = max((bar.height for run in times for bar in run), default=0.0)
+    most = max((bar.height for run in growth for bar in run), default=0.0)
+    seconds = max((sum(bar.width for bar in run) for run in growth), default=0.0)
+    positions, steps = (str(max(map(len, runs), default=0)) for runs in (shares, times))
+    by_position = _Axes("1", "position in the draft", positions, "100 %")
+    over_time = _Axes("0 ms", "time", f"{seconds * 1e3:.4g} ms", f"{most:.0f}")
+    by_step = _Axes("1", "step", steps, f"{longest * 1e3:.3g} ms")
     return [
-        _plot("Accepted share by draft position", "position in the draft", names, shares, most=1.0),
-        _plot("Tokens over time, a bar for each step", "step", names, growth),
-        _plot(f"Time of each step, up to {longest * 1e3:.1f} ms", "step", names, times),
+        _plot("Accepted share by draft position", by_position, names, shares, most=1.0),
+        _plot("Tokens over time, a bar for each step", over_time, names, growth, column="step"),
+        _plot("Time of each step", by_step, names, times),
     ]
 
 
@@ -136,12 +142,28 @@ class _Bar(NamedTuple):
     label: str
 
 
+class _Axes(NamedTuple):
+    """The numbers at the ends of both axes: the lower end of the vertical one is 0."""
+
+    first: str
+    name: str
+    last: str
+    top: str
+
+
 def _plot(
-    title: str, x: str, names: Sequence[str], runs: Sequence[Sequence[_Bar]], most: float = 0.0
+    title: str,
+    axes: _Axes,
+    names: Sequence[str],
+    runs: Sequence[Sequence[_Bar]],
+    *,
+    most: float = 0.0,
+    column: str = "",
 ) -> str:
     """A ``<figure>``: a strip of bars for each run, on common axes, and all of it as a table.
 
-    most: the height of the plot; 0 for that of the highest bar.
+    most: the height of the plot; 0 for that of the highest bar. column: what numbers the rows of
+    the table; "" for what the horizontal axis shows.
     """
     most = most or max((bar.height for run in runs for bar in run), default=0) or 1.0
     widest = max(sum(bar.width for bar in run) for run in runs) or 1.0
@@ -152,8 +174,13 @@ def _plot(
             f'<i style="flex-grow:{bar.width / widest:.5f};height:{bar.height / most:.1%}"></i>'
             for bar in (*run, rest)
         )
-        strips += f'<div class="bars run-{number}">{bars}</div>'
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in (x, *names))
+        ends = f'<span class="ends"><span>{axes.top}</span><span>0</span></span>'
+        strips += f'<div class="strip">{ends}<div class="bars run-{number}">{bars}</div></div>'
+    ends = "".join(f"<span>{end}</span>" for end in axes[:3])
+    strips += f'<div class="strip"><span></span><div class="ends">{ends}</div></div>'
+    heads = "".join(
+        f'<th scope="col">{escape(name)}</th>' for name in (column or axes.name, *names)
+    )
     rows = zip_longest(*([bar.label for bar in run] for run in runs), fillvalue="")
     body = "".join(
         f'<tr><th scope="row">{at}</th>{"".join(f"<td>{label}</td>" for label in row)}</tr>'

@@ -42,87 +42,95 @@ class TrainOptions:
 
     algorithm: str = _required("How to train the draft; see the list below.")
     target: str = _required("The model to draft for: a folder, a hub id, or 'bundled'.")
-    data: list[str] = _required("JSON Lines or Parquet files, hub datasets, presets; see the docs.")
+    data: list[str] = _required("JSON Lines or Parquet files, hub datasets, or presets.")
     output: str = _required("Folder for the draft, its checkpoints and logs.")
-    layout: str | None = option("Format of the draft; the algorithm's first.", default=None)
-    limit: int | None = option("Documents to read at most.", default=None)
-    max_length: int = option("Longer documents are left out; in tokens.", default=2048)
+    layout: str | None = option(
+        "Checkpoint format; by default the first of the algorithm.", default=None
+    )
+    limit: int | None = option("Maximum number of documents.", default=None)
+    max_length: int = option("Maximum tokens of a document; longer ones are skipped.", default=2048)
     heldout_share: float = option("Share of the documents kept for validation.", default=0.05)
     draft_vocab_size: int | None = option(
-        "Tokens the draft scores, the most frequent ones; all by default.", default=None
+        "Size of the draft vocabulary, the most frequent tokens; by default all.", default=None
     )
     grammar_masks: Literal["loss", "metrics", "off"] = option(
-        "Where the documents' grammars count: in the loss too, in the metrics only, or nowhere.",
+        "Where the grammars of documents apply: loss and metrics, metrics only, or off.",
         default="loss",
     )
-    regenerate: bool = option("Let the target write the answers first.", default=False)
+    regenerate: bool = option("Replace answers by the target's own before training.", default=False)
     regenerate_url: str | None = option(
-        "A server that runs it and writes them instead, such as http://host:8000/v1.",
+        "Server that generates these answers, such as http://host:8000/v1.",
         default=None,
     )
-    regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)
-    regenerate_max_tokens: int = option("Tokens of a written answer at most.", default=512)
-    regenerate_batch_size: int = option("Answers that it writes together.", default=16)
+    regenerate_temperature: float = option(
+        "Temperature of these answers; 0 is greedy.", default=0.0
+    )
+    regenerate_max_tokens: int = option("Maximum tokens of such an answer.", default=512)
+    regenerate_batch_size: int = option("Answers generated at a time.", default=16)
     features: str | None = option(
-        "Folder of the target's hidden states; what is missing there is written to it.",
+        "Folder that caches the target's hidden states.",
         default=None,
     )
     feature_dtype: Literal["target", "fp8"] = option(
-        "How they are written: in the target's dtype, or in 8 bits with a scale each.",
+        "Their dtype on disk: the target's, or fp8 with a scale each.",
         default="target",
     )
     features_url: str | None = option(
-        "Who makes them: a vLLM server that extracts them, such as http://host:8000/v1.",
+        "vLLM server that extracts hidden states, such as http://host:8000/v1.",
         default=None,
     )
     epochs: int = option("Passes over the documents.", default=1)
-    max_steps: int | None = option("Optimizer steps at most.", default=None)
-    batch_tokens: int = option("Tokens of a batch, padding included, on one device.", default=8192)
-    gradient_accumulation: int = option("Batches of one optimizer step.", default=1)
-    learning_rate: float = option("The highest one, after the warm-up.", default=1e-4)
-    warmup_share: float = option("Share of the steps in which the rate rises.", default=0.03)
-    weight_decay: float = option("AdamW's, for matrices.", default=0.0)
-    clip_norm: float = option("Norm that gradients are clipped to.", default=0.5)
-    seed: int = option("For the order of the documents and fresh weights.", default=0)
+    max_steps: int | None = option("Maximum optimizer steps.", default=None)
+    batch_tokens: int = option("Tokens per batch and device, padding included.", default=8192)
+    gradient_accumulation: int = option("Batches per optimizer step.", default=1)
+    learning_rate: float = option("Peak learning rate, after the warm-up.", default=1e-4)
+    warmup_share: float = option("Share of steps used for warm-up.", default=0.03)
+    weight_decay: float = option("Weight decay of AdamW, for matrices.", default=0.0)
+    clip_norm: float = option("Maximum gradient norm.", default=0.5)
+    seed: int = option("Seed of the document order and of fresh weights.", default=0)
     eval_every: int = option(
-        "Steps between validations, of which the best draft is kept; 0: at the end only.",
+        "Steps between validations; the best draft is kept. 0: at the end only.",
         default=1000,
     )
     save_every: int = option("Steps between checkpoints; 0: none.", default=500)
-    keep_checkpoints: int = option("Checkpoints to keep, the newest.", default=2)
-    resume: bool = option("Go on from the newest checkpoint in the output folder.", default=False)
-    log_every: int = option("Steps between lines of the log.", default=10)
+    keep_checkpoints: int = option("How many of the newest checkpoints to keep.", default=2)
+    resume: bool = option("Resume from the newest checkpoint in the output folder.", default=False)
+    log_every: int = option("Steps between log lines.", default=10)
     tracker: list[str] = field(
         default_factory=lambda: ["tensorboard"],
-        metadata={"help": "Where metrics go: tensorboard, wandb, trackio, mlflow, none; repeat."},
+        metadata={
+            "help": "Metric trackers: tensorboard, wandb, trackio, mlflow, none; can be repeated."
+        },
     )
-    project: str = option("Name under which trackers file the run.", default="guided-spec")
+    project: str = option("Project name for trackers.", default="guided-spec")
     push_to_hub: str | None = option(
-        "Repository of the hub for the finished draft, such as org/name.", default=None
+        "Hub repository for the finished draft, such as org/name.", default=None
     )
-    hub_private: bool = option("Make that repository a private one.", default=False)
+    hub_private: bool = option("Make that repository private.", default=False)
     decode_limit: int = option(
         "Held-out documents to decode with the draft at the end.", default=32
     )
-    num_draft_tokens: int = option("Tokens drafted a step in that.", default=5)
-    decode_max_tokens: int = option("Tokens of a decoded answer at most.", default=256)
+    num_draft_tokens: int = option("Draft tokens per step in that run.", default=5)
+    decode_max_tokens: int = option("Maximum tokens of a decoded answer.", default=256)
     sharding: Literal["none", "fsdp"] = option(
-        "Whether each process holds the whole draft or a part of it.", default="none"
+        "fsdp shards the draft over processes; none replicates it.", default="none"
     )
-    device: Literal["cpu", "cuda"] | None = option("CUDA where there is one.", default=None)
+    device: Literal["cpu", "cuda"] | None = option(
+        "Device; by default CUDA if available.", default=None
+    )
     target_dtype: str | None = option(
-        "Of the target: float32, bfloat16, ...; by default the checkpoint's, float32 on the CPU.",
+        "Dtype of the target; by default the checkpoint's, and float32 on the CPU.",
         default=None,
     )
     device_map: str | None = option(
-        "Spread the target over devices: auto, or JSON that maps its modules to devices.",
+        "Spread the target over devices: auto, or a JSON map of its modules.",
         default=None,
     )
     tensor_parallel: bool = option(
         "Split each layer of the target over the processes of torchrun.", default=False
     )
-    trust_remote_code: bool = option("Run code that the target's repository brings.", default=False)
-    workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
+    trust_remote_code: bool = option("Run code from the target's repository.", default=False)
+    workers: int = option("Data worker processes; 0 prepares batches in the trainer.", default=2)
 
     def __post_init__(self) -> None:
         require_field_kinds(self)

@@ -204,7 +204,7 @@ def test_other_grammars(page: Page) -> None:
     page.choose("kind", "free")
     assert not page.get("source").is_displayed()
     page.write("max-tokens", "3")
-    assert page.run().startswith("Cut off by the most tokens")
+    assert page.run().startswith("Stopped at the token limit")
     assert "of 4,096" not in page.text("steps"), "free text has no allowed tokens"
 
 
@@ -225,9 +225,9 @@ def test_what_a_model_writes_is_text(page: Page) -> None:
 @pytest.mark.parametrize(
     ("kind", "source", "reason"),
     [
-        ("schema", '{"type": ', "This is no JSON: "),
-        ("schema", "  ", "Write a JSON schema, or choose free text."),
-        ("regex", "", "Write a regular expression, or choose free text."),
+        ("schema", '{"type": ', "Invalid JSON: "),
+        ("schema", "  ", "Enter a JSON schema, or choose free text."),
+        ("regex", "", "Enter a regular expression, or choose free text."),
     ],
 )
 def test_what_cannot_be_sent(
@@ -248,7 +248,7 @@ def test_what_cannot_be_sent(
 @NEEDS_BROWSER
 def test_what_the_server_refuses(page: Page) -> None:
     page.write("source", '{"not": {"type": "string", "pattern": "("}}')
-    assert page.run() == "It failed."
+    assert page.run() == "Failed."
     assert "/not" in page.text("error")
     assert [one for one in page.errors() if "status of 400" not in one] == []
 
@@ -284,7 +284,7 @@ def test_a_key(driver: Any, llm: LLM) -> None:
         page.get("run").click()
         assert page.text("status") == "Nothing has run yet.", "the browser asks for the key"
         page.write("key", "another")
-        assert page.run() == "It failed."
+        assert page.run() == "Failed."
         assert "Authorization: Bearer KEY" in page.text("error")
         assert [one for one in page.errors() if "status of 401" not in one] == []
         page.write("key", KEY)

@@ -191,6 +191,14 @@ def test_details_and_figures() -> None:
     images = [e for e in reader.all("div") if e.attributes.get("role") == "img"]
     assert len(images) == 3
     assert all(e.attributes["aria-label"] for e in images)
+    down = [[*e.text] for e in reader.all("span", "ends")]
+    across = [[*e.text] for e in reader.all("div", "ends")]
+    assert down == [["100 %", "0"], ["1", "0"], ["250 ms", "0"]]
+    assert across == [
+        ["1", "position in the draft", "1"],
+        ["0 ms", "time", "500 ms"],
+        ["1", "step", "2"],
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 3])

@@ -59,7 +59,7 @@
     const source = get("source").value;
     refuse("");
     if (kind !== "free" && !source.trim()) {
-      refuse(`Write a ${names[kind].toLowerCase().replace("json", "JSON")}, or choose free text.`);
+      refuse(`Enter a ${names[kind].toLowerCase().replace("json", "JSON")}, or choose free text.`);
       return null;
     }
     if (kind === "regex") body.structured_outputs = { regex: source };
@@ -68,7 +68,7 @@
         const schema = JSON.parse(source);
         body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
       } catch (error) {
-        refuse(`This is no JSON: ${error.message}`);
+        refuse(`Invalid JSON: ${error.message}`);
         return null;
       }
     }
@@ -114,8 +114,8 @@
 
   const ended = {
     stop: "Done",
-    length: "Cut off by the most tokens, or by the context",
-    tool_calls: "Done, with calls",
+    length: "Stopped at the token limit or the context length",
+    tool_calls: "Done, with tool calls",
   };
 
   const send = async (body, signal) => {
@@ -134,11 +134,11 @@
       reason = event.choices[0]?.finish_reason ?? reason;
       usage = event.usage ?? usage;
     }
-    if (!usage) throw new Error("the connection was lost before the answer's end");
+    if (!usage) throw new Error("the connection was lost before the answer was complete");
     const seconds = ((performance.now() - began) / 1000).toFixed(2);
     const cached = usage.prompt_tokens_details.cached_tokens;
-    return `${ended[reason]}: ${usage.completion_tokens} tokens in ${seconds} s, behind a prompt of `
-      + `${usage.prompt_tokens}${cached ? ` (${cached} of them cached)` : ""}.`;
+    return `${ended[reason]}: ${usage.completion_tokens} tokens in ${seconds} s. Prompt: `
+      + `${usage.prompt_tokens} tokens${cached ? `, ${cached} of them cached` : ""}.`;
   };
 
   const setRunning = (controller) => {
@@ -161,7 +161,7 @@
       get("status").textContent = await send(body, controller.signal);
     } catch (error) {
       const isStopped = error.name === "AbortError";
-      get("status").textContent = isStopped ? "Stopped." : "It failed.";
+      get("status").textContent = isStopped ? "Stopped." : "Failed.";
       if (!isStopped) get("error").textContent = error.message;
     } finally {
       const wasInForm = document.activeElement === get("stop");
