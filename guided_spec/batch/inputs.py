@@ -70,7 +70,7 @@ def _read_json(number: int, data: bytes) -> Line:
     except UnicodeDecodeError as error:
         reason = f"is no UTF-8: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
-        reason = f"is no JSON: {error.msg} at character {error.pos}"
+        reason = f"is not valid JSON: {error.msg} at character {error.pos}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
         reason = f"cannot be read: {error}"
     return Line(number, None, f"line {number} {reason}")

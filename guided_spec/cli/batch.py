@@ -73,7 +73,7 @@ def run_batch(
             _run(batch, load, proposer)
         except KeyboardInterrupt:
             _report(batch.summary, as_json=as_json)
-            stderr().print("stopped: the same command goes on with what is left")
+            stderr().print("stopped: run the same command to resume")
             raise typer.Exit(_STOPPED) from None
         _report(batch.summary, as_json=as_json)
     if batch.summary.failed:

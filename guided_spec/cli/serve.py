@@ -135,7 +135,7 @@ def _read_options(text: str | None) -> dict[str, Any]:
     try:
         options = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError("--engine-options", text, f"is no JSON: {error}") from error
+        raise ConfigError("--engine-options", text, f"is not valid JSON: {error}") from error
     if not isinstance(options, dict):
         raise ConfigError("--engine-options", text, "must be a JSON object")
     return options

@@ -306,7 +306,7 @@ _FORWARDS = _Bars(
 )
 _MASKS = _Bars(
     *("What masks cost", "µs per output token", "mask_microseconds", 1),
-    "Host time; where the target runs on a GPU, most of it passes beside its forward.",
+    "Host time. With the target on a GPU, most of it overlaps with its forward.",
 )
 
 

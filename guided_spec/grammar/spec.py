@@ -355,7 +355,7 @@ def _schema_member(given: Mapping[str, Any]) -> Any:
     schema = given.get("schema")
     if schema is not None:
         if wrapper is not None:
-            raise ConfigError(path, wrapper, "there is a schema beside it; leave one out")
+            raise ConfigError(path, wrapper, "a schema is given too; leave one out")
         return schema
     if isinstance(wrapper, Mapping):
         require_known_fields(path, wrapper, ("schema", *_NAMES))

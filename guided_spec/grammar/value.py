@@ -17,7 +17,7 @@ def parse_value(text: str, value_type: Any) -> Any:
     """A whole JSON text as an instance of ``value_type``, or as plain JSON where that is None.
 
     Raises pydantic.ValidationError where the type asks for more than its schema says, as by a
-    validator of its own, and ValueError for a text that is no JSON.
+    validator of its own, and ValueError for a text that is not valid JSON.
     """
     if value_type is None:
         return json.loads(text)
@@ -49,7 +49,7 @@ def schema_of(value_type: Any) -> dict[str, Any]:
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
         is_type = isinstance(value_type, type) or get_origin(value_type) is not None
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        fix = f"{reason}; {_TAKES}" if is_type else f"is no grammar: {_TAKES}"
+        fix = f"{reason}; {_TAKES}" if is_type else f"is not a grammar: {_TAKES}"
         raise ConfigError("grammar", value_type, fix) from error
     return schema
 

@@ -119,7 +119,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._expect_head()  # this response comes first; some clients end a body with a line
         elif self._is_reading:
-            message = f"the headers did not come within {self._limits.head_seconds:g} s"
+            message = f"the headers were not received within {self._limits.head_seconds:g} s"
             self._refuse(ApiError(408, message, code="head_timeout"))
         else:
             self.transport.close()

@@ -201,7 +201,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def unreadable_body() -> ApiError:
-    """The error for a body that is no JSON, or JSON that this server cannot read."""
+    """The error for a body that is not valid JSON, or JSON that this server cannot read."""
     message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
     return ApiError(400, message, code="invalid_json")
 

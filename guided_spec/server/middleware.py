@@ -157,7 +157,7 @@ def _host_name(host: bytes) -> str | None:
 def _unknown_host(host: bytes) -> ApiError:
     shown = host.decode("latin-1")
     message = (
-        f"Host: {shown!r:.80} is no name of this server; use its address, or start it with this "
+        f"Host: {shown!r:.80} is not a name of this server; use its address, or start it with this "
         "name as --allowed-host or with an --api-key"
     )
     return ApiError(403, message, code="unknown_host")
@@ -179,7 +179,7 @@ class BoundedBody:
             async with asyncio.timeout(self._settings.body_seconds):
                 body = await self._read(scope, receive)
         except TimeoutError:
-            message = f"the body did not come within {self._settings.body_seconds:g} s"
+            message = f"the body was not received within {self._settings.body_seconds:g} s"
             await _refuse(ApiError(408, message, code="body_timeout"), scope, receive, send)
             return
         except ApiError as fault:

@@ -167,7 +167,7 @@ class HubRepository:
         try:
             validate_repo_id(options.push_to_hub)
         except ValueError as error:
-            raise _refused(options.push_to_hub, f"is no name of a repository: {error}") from error
+            raise _refused(options.push_to_hub, f"is not a repository name: {error}") from error
         if get_token() is None:
             fix = "needs a token of the hub that may write: run hf auth login, or set HF_TOKEN"
             raise _refused(options.push_to_hub, fix)

@@ -100,7 +100,7 @@ class LossMixture:
             name, _, weight = part.strip().partition("=")
             if name not in LOSSES:
                 known = ", ".join(LOSSES)
-                raise ConfigError("loss", text, f"{name!r} is no loss; choose among {known}")
+                raise ConfigError("loss", text, f"{name!r} is not a loss; choose from {known}")
             weights.append((name, _positive(text, weight or "1")))
         return cls(tuple(weights))
 

@@ -36,7 +36,7 @@ def test_json_lines_as_people_have_them(tmp_path: Path) -> None:
     ]
     faults = [str(line.fault) for line in lines if line.fault is not None]
     assert faults[0] == "line 5 is no UTF-8: invalid start byte at byte 0"
-    assert faults[1].startswith("line 6 is no JSON: Expecting property name")
+    assert faults[1].startswith("line 6 is not valid JSON: Expecting property name")
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a": ' + b"1" * 5_000 + b"}"])

@@ -203,7 +203,7 @@ def test_ctrl_c(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     result = batch(model, source, output, PROMPT, *DIGITS)
     assert result.exit_code == 130
     assert "0 of 9 lines answered, 0 failed" in result.stderr
-    assert "stopped: the same command goes on with what is left" in result.stderr
+    assert "stopped: run the same command to resume" in result.stderr
 
 
 @pytest.mark.slow

@@ -119,8 +119,8 @@ def test_check_compares_a_table(tmp_path: Path, backend: str) -> None:
     assert printed.exit_code == 0
     table = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["table"]
     if backend == "llguidance":
-        assert table == {"reason": "its backend does not tell its rules", "equal": None}
-        assert "no table: its backend does not tell its rules" in printed.stdout
+        assert table == {"reason": "its backend does not expose its rules", "equal": None}
+        assert "no table: its backend does not expose its rules" in printed.stdout
     else:
         assert (table["equal"], table["whole"], table["steps"]) == (True, True, 50)
         assert "table of the whole grammar: " in printed.stdout

@@ -117,7 +117,7 @@ def test_vllms_server_has_options_of_its_own(executed: list[Any]) -> None:
         (("--max-queue", "3"), "--max-queue=3: vLLM's server has no such option"),
         (("--tool-format", "hermes"), "--tool-format='hermes'"),
         (("--device", "cpu"), "CUDA_VISIBLE_DEVICES"),
-        (("--engine-options", "["), "is no JSON"),
+        (("--engine-options", "["), "is not valid JSON"),
         (("--engine-options", "[]"), "must be a JSON object"),
         (("--api-key", "a", "--api-key", "b"), "vLLM takes one from the environment"),
     ):

@@ -85,7 +85,7 @@ def test_strings_are_a_choice(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: SamplingParams(grammar=5), r"^grammar=5: is no grammar: pass a GrammarSpec"),
+        (lambda: SamplingParams(grammar=5), r"^grammar=5: is not a grammar: pass a GrammarSpec"),
         (lambda: SamplingParams(grammar=["a", 3]), r"^grammar=.*a list means one of its strings"),
         (lambda: SamplingParams(grammar=[]), r"^grammar=\[\]: a list means one of its strings"),
         (lambda: SamplingParams(stop=5), r"^stop=5: must be a str, or a list of them$"),  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def find_grammar_backend(argument: str, name: str) -> BackendFactory:
         fix = f"its factory {factory!r} cannot be imported: {error}"
         raise ConfigError(argument, name, fix) from error
     if not callable(found):
-        raise ConfigError(argument, name, f"its factory {factory!r} is no callable")
+        raise ConfigError(argument, name, f"its factory {factory!r} is not callable")
     made: BackendFactory = found
     return made
 

@@ -60,7 +60,7 @@ def source_of(compiled: CompiledGrammar) -> RuleSource:
         except GrammarCompileError as error:
             raise UnreadableGrammarError("xgrammar does not take the tag") from error
         return RuleSource(text, is_regex=False, named=compiled.source.named)
-    raise UnreadableGrammarError("its backend does not tell its rules")
+    raise UnreadableGrammarError("its backend does not expose its rules")
 
 
 def rules_of(compiled: CompiledGrammar) -> Rules:

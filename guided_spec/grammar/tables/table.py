@@ -312,7 +312,7 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
     for text, state, matcher in _every_state(table, compiled):
         clock.look()
         if _differ(table, state, matcher) is not None:
-            raise NoTableError(f"its matcher differs behind the tokens {list(text)}")
+            raise NoTableError(f"its matcher differs after the tokens {list(text)}")
     return table
 
 

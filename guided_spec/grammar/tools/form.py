@@ -35,7 +35,7 @@ def form_content(form: GrammarSpec) -> dict[str, Any]:
     for one in fields(form):
         given = getattr(form, one.name)
         if one.name not in ("kind", "source", "value_type") and given != one.default:
-            fix = "cannot be set beside tools; leave it out"
+            fix = "cannot be set together with tools; leave it out"
             raise ConfigError(f"response_format.{one.name}", given, fix)
     match form.kind:
         case "json_schema":
@@ -49,7 +49,7 @@ def form_content(form: GrammarSpec) -> dict[str, Any]:
             return {"type": "regex", "pattern": "|".join(map(re.escape, _parsed(form)))}
         case "structural_tag" if isinstance(content := _parsed(form).get("format"), dict):
             return content
-    fix = f'beside tools it can be {_KINDS} with a "format"; use one, or tool_choice="none"'
+    fix = f'together with tools it can be {_KINDS} with a "format"; use one, or tool_choice="none"'
     raise ConfigError("response_format", form.kind, fix)
 
 
@@ -57,7 +57,7 @@ def _parsed(form: GrammarSpec) -> Any:
     try:
         return json.loads(form.source)
     except (ValueError, RecursionError) as error:
-        raise ConfigError("response_format", form.source, f"is no JSON: {error}") from error
+        raise ConfigError("response_format", form.source, f"is not valid JSON: {error}") from error
 
 
 @dataclass(frozen=True)

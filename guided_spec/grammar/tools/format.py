@@ -131,7 +131,7 @@ def _chosen(path: str, name: str, tools: Sequence[Tool]) -> Tool:
         if tool.name == name:
             return tool
     names = ", ".join(tool.name for tool in tools) or "none"
-    raise ConfigError(path, name, f"is no tool; the tools are {names}")
+    raise ConfigError(path, name, f"is not one of the tools: {names}")
 
 
 def _read_allowed(

@@ -29,7 +29,7 @@ def spec_of(key_type: str, key_string: str, *, any_whitespace: bool) -> GrammarS
 
     key_type: "json", "regex", "ebnf" or "structural_tag". any_whitespace: for "json" alone.
 
-    Raises GrammarCompileError for a tag that is no JSON, and for another type.
+    Raises GrammarCompileError for a tag that is not valid JSON, and for another type.
     """
     match key_type:
         case "json" if key_string == ANY_JSON:

@@ -66,7 +66,7 @@ def read_body(data: bytes, kind: type[BaseModel]) -> BaseModel:
         faults = error.errors(include_url=False, include_input=False, include_context=False)
         raise validation_fault(faults) from None
     except json.JSONDecodeError as error:
-        message = f"the body is no JSON: {error.msg} at character {error.pos}"
+        message = f"the body is not valid JSON: {error.msg} at character {error.pos}"
         raise ApiError(400, message, code="invalid_json") from None
     except (ValueError, RecursionError):  # no UTF-8, a number of thousands of digits, deep nesting
         raise unreadable_body() from None

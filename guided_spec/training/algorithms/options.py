@@ -62,7 +62,7 @@ class DFlashConfig(ShapeOptions):
     ttt_step_loss_decay: float = option(
         "Weight of a position's loss, relative to the one before.", default=0.87
     )
-    init: str | None = option("A DFlash head to go on from; a folder or hub id.", default=None)
+    init: str | None = option("DFlash head to continue from: a folder or hub id.", default=None)
     anchors: int = option("Blocks of a document in a step at most, drawn anew.", default=128)
     num_layers: int = option("Decoder layers of the head, of Qwen3's kind.", default=5)
     aux_layers: list[int] | None = option(
@@ -83,7 +83,7 @@ class DSparkConfig(DFlashConfig):
     ttt_step_loss_decay: float = option(
         "Weight of a position's loss, relative to the one before.", default=0.78
     )
-    init: str | None = option("A DSpark head to go on from; a folder or hub id.", default=None)
+    init: str | None = option("DSpark head to continue from: a folder or hub id.", default=None)
     markov_rank: int = option("Rank of what the token before adds to the scores.", default=256)
     markov_head_type: Literal["vanilla", "gated"] = option(
         "Whether that depends on the head's output too.", default="vanilla"
@@ -101,7 +101,7 @@ class DraftModelConfig(LossOptions):
     the acceptance is reported, and there is nothing to decay.
     """
 
-    init: str | None = option("A model of the target's tokens to go on from.", default=None)
+    init: str | None = option("Model with the target's tokenizer to continue from.", default=None)
     num_layers: int = option("Decoder layers of a fresh model, which is a Llama.", default=2)
     hidden_size: int = option("Width of a fresh model.", default=256)
     intermediate_size: int = option("Width of its MLPs.", default=704)
@@ -113,7 +113,7 @@ class DraftModelConfig(LossOptions):
 class EagleConfig(HeadOptions):
     """What a head looks like, and how it is trained."""
 
-    init: str | None = option("An EAGLE head to go on from; a folder or hub id.", default=None)
+    init: str | None = option("EAGLE head to continue from: a folder or hub id.", default=None)
     num_layers: int = option("Decoder layers of the head.", default=1)
 
 
@@ -121,7 +121,7 @@ class EagleConfig(HeadOptions):
 class Eagle3Config(ShapeOptions):
     """What a head looks like, and how it is trained."""
 
-    init: str | None = option("An EAGLE-3 head to go on from; a folder or hub id.", default=None)
+    init: str | None = option("EAGLE-3 head to continue from: a folder or hub id.", default=None)
     layer_type: Literal["llama", "qwen3"] = option("Kind of these layers.", default="llama")
     aux_layers: list[int] | None = option(
         "Layers of the target whose inputs the head reads; three, spread, by default.", default=None
@@ -137,7 +137,7 @@ class PEagleConfig(Eagle3Config):
     """What a head looks like, and how it is trained."""
 
     ttt_steps: int = option("Draft tokens that are trained ahead, at once.", default=8)
-    init: str | None = option("A P-EAGLE head to go on from; a folder or hub id.", default=None)
+    init: str | None = option("P-EAGLE head to continue from: a folder or hub id.", default=None)
     anchors: int = option(
         "Most positions of a document after which a step drafts masks; drawn anew each step.",
         default=128,
@@ -153,7 +153,7 @@ class MtpConfig(HeadOptions):
     """What the modules look like, and how they are trained."""
 
     init: str | None = option(
-        "Modules to go on from: a folder or hub id; 'target' for those in its checkpoint.",
+        "Modules to continue from: a folder or hub id, or 'target' for those in its checkpoint.",
         default=None,
     )
     form: Literal["auto", "deepseek", "qwen"] = option(

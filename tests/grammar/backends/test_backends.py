@@ -158,7 +158,7 @@ def _refuse(_: Any) -> Any:
 UNUSABLE: list[tuple[Any, str]] = [
     ("no_such_module:Mine", "its factory 'no_such_module:Mine' cannot be imported: No module"),
     ("tests.grammar.backends.own_backends:Nobody", "cannot be imported: .*Nobody"),
-    ("tests.grammar.backends.own_backends:__doc__", "is no callable"),
+    ("tests.grammar.backends.own_backends:__doc__", "is not callable"),
     (_raise, "its factory failed: ZeroDivisionError: no such table"),
     (lambda: None, "its factory failed: TypeError: .*argument"),
     (lambda _: None, "its factory returned a NoneType without vocabulary, compile"),

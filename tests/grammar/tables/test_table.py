@@ -201,7 +201,7 @@ def test_a_matcher_of_another_language_has_no_table(matched: str, told: str) -> 
     own, other = (
         backend("llguidance").compile(GrammarSpec.regex(pattern)) for pattern in (matched, told)
     )
-    with pytest.raises(NoTableError, match=r"its matcher differs behind the tokens \[\d+"):
+    with pytest.raises(NoTableError, match=r"its matcher differs after the tokens \[\d+"):
         proven_table(replace(own, pattern=other.pattern), Spelling(SMALL), LIMITS)
 
 
@@ -219,7 +219,7 @@ def test_limits_are_kept(limits: TableLimits, reason: str) -> None:
 
 
 def test_a_backend_that_tells_no_rules_has_no_table() -> None:
-    with pytest.raises(NoTableError, match="does not tell its rules"):
+    with pytest.raises(NoTableError, match="does not expose its rules"):
         table_of(GrammarSpec.json_schema(RECORD), name="llguidance")
 
 

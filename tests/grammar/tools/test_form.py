@@ -143,7 +143,7 @@ def test_a_call_within_the_answer_is_no_call() -> None:
         (GrammarSpec.json_schema({}, unsupported="warn"), "response_format.unsupported"),
         (GrammarSpec.json_object(any_whitespace=True), "response_format.any_whitespace"),
         (GrammarSpec.json_object().after("x"), "response_format.start"),
-        (GrammarSpec.json_schema('{"a"'), "response_format=.*is no JSON"),
+        (GrammarSpec.json_schema('{"a"'), "response_format=.*is not valid JSON"),
     ],
 )
 def test_what_a_tag_does_not_have_is_refused(form: GrammarSpec, reason: str) -> None:
