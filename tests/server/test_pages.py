@@ -21,6 +21,7 @@ from tests.docs.pages import README, ROOT, read_blocks
 from tests.server.running import Running
 
 PAGE = ROOT / "docs" / "serve.md"
+REFERENCE = ROOT / "docs" / "serve_reference.md"
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -58,7 +59,7 @@ def test_snippets(served: Running, page: Any) -> None:
 
 
 def test_every_setting_has_its_row() -> None:
-    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", REFERENCE.read_text(), re.MULTILINE)
     written = {name: default for names, default in rows for name in re.findall(r"`(-.*?)`", names)}
     known = {*options()} - {"--verbose", "-v", "--help", "--num-draft-tokens"}
     assert {*written} == known
