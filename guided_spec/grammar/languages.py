@@ -1,12 +1,14 @@
 """Patterns as sets of texts: one without another, both at once, and none of one.
 
-``re`` writes these as lookahead, and JSON schemas as ``not`` and ``allOf``. Backends know neither.
-Here patterns become automata over classes of characters, whose product is written as a pattern.
+``re`` writes these as lookahead and word boundaries, and JSON schemas as ``not`` and ``allOf``.
+Backends know none of them. Here patterns become automata over classes of characters, whose product
+is written as a pattern.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -14,21 +16,26 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.regex import (
+    BOUNDARIES,
     RE_PARSER,
     Ranges,
     begun_with,
+    category,
     code_points,
     normalize,
     readable,
     set_of,
-    to_search,
+    to_fullmatch,
+    to_search_bounded,
 )
 from guided_spec.grammar.steps import spend
 
 _LONGEST = 4_096  # characters of a pattern that is read
 _MOST_WRITTEN = 16_384  # and of one that is written
 _MOST_STATES = 1_024
-_LOOKS = re.compile(r"\(\?[=!]")
+_MOST_RANGES = 48  # of a class that is written
+_LOOKS = re.compile(r"\(\?[=!]|\\[bB]")
+_FLAGS = re.compile(r"\(\?[aims]+\)")
 _ONE = re.compile(r"\[[^]]*\]|\w|\\u\w{4}|\\U\w{8}")  # character or class, as written here
 _FIRST = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 
@@ -44,11 +51,12 @@ class Texts(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # a schema is read more than once
-def without_lookahead(pattern: str) -> str | None:
-    """A pattern that ``re.search`` finds in the same texts, without the lookahead it begins with.
+def without_looks(pattern: str) -> str | None:
+    """A pattern that ``re.search`` finds in the same texts, without the lookahead it begins with
+    and without word boundaries.
 
-    As ``to_fullmatch`` it may match fewer. None where there is other lookahead, or none, and where
-    the pattern would be very long.
+    As ``to_fullmatch`` it may match fewer. None where there is other lookahead, or neither, and
+    where the pattern would be very long.
     """
     if len(pattern) > _LONGEST or not _LOOKS.search(pattern):
         return None
@@ -59,6 +67,18 @@ def without_lookahead(pattern: str) -> str | None:
         return None
 
 
+def to_whole(pattern: str) -> str:
+    """``to_fullmatch`` of a pattern that may begin with lookahead and may have word boundaries.
+
+    Raises what that does.
+    """
+    if not _LOOKS.search(pattern):
+        return to_fullmatch(pattern)
+    found = _FLAGS.match(pattern)
+    flags, rest = ("", pattern) if found is None else (found[0], pattern[found.end() :])
+    return to_fullmatch(without_looks(f"{flags}^(?:{rest})\\Z") or pattern)
+
+
 def outside(pattern: str) -> str | None:
     """A pattern for the texts in which ``re.search`` finds none of ``pattern``.
 
@@ -67,7 +87,7 @@ def outside(pattern: str) -> str | None:
     if len(pattern) > _LONGEST:
         return None
     try:
-        return pattern_of([Texts(to_search(pattern, most=True), is_in=False)])
+        return pattern_of([Texts(to_search_bounded(pattern, most=True), is_in=False)])
     except (GrammarCompileError, RecursionError):
         return None
 
@@ -78,7 +98,8 @@ def are_apart(one: str, other: str) -> bool:
     if len(one) > _LONGEST or len(other) > _LONGEST:
         return False
     try:
-        table, _ = _table_of([Texts(to_search(pattern, most=True)) for pattern in (one, other)])
+        both = [Texts(to_search_bounded(pattern, most=True)) for pattern in (one, other)]
+        table, _ = _table_of(both)
     except (GrammarCompileError, RecursionError):
         return False
     return not any(table.ends)
@@ -87,7 +108,8 @@ def are_apart(one: str, other: str) -> bool:
 def _looked_at(pattern: str, items: Sequence[Any], flags: int) -> Iterator[Texts]:
     at = 0
     if not items or str(items[0][1]) not in _FIRST:
-        raise GrammarCompileError("it may look ahead anywhere")
+        yield Texts(to_search_bounded(pattern))
+        return
     while at < len(items) and str(items[at][0]) in ("AT", "ASSERT", "ASSERT_NOT"):
         op, value = str(items[at][0]), items[at][1]
         if op == "AT":
@@ -109,8 +131,12 @@ def pattern_of(sets: Sequence[Texts]) -> str | None:
     None where there is none of them, and where it would be very long. Raises GrammarCompileError
     for patterns of many states.
     """
-    written = _Elimination(*_table_of(sets)).write()
-    return None if written is None or len(written) > _MOST_WRITTEN else f"^(?:{written})\\Z"
+    table, classes = _table_of(sets)
+    for most in (sys.maxunicode, _MOST_RANGES):  # as they are, or else the widest
+        written = _Elimination(table, [_some(one, most) for one in classes]).write()
+        if written is not None and len(written) <= _MOST_WRITTEN:
+            return f"^(?:{written})\\Z"
+    return None
 
 
 def _table_of(sets: Sequence[Texts]) -> tuple[_Table, list[Ranges]]:
@@ -118,7 +144,7 @@ def _table_of(sets: Sequence[Texts]) -> tuple[_Table, list[Ranges]]:
     parsed = [RE_PARSER.parse(readable(one.pattern)) for one in sets]
     classes = _classes(pair for items in parsed for pair in _sets(items))
     machines = [_Machine(items, classes) for items in parsed]
-    return _product(machines, [one.is_in for one in sets], len(classes)), classes
+    return _product(machines, [one.is_in for one in sets], classes), classes
 
 
 def _sets(items: Any) -> Iterator[Ranges]:
@@ -133,6 +159,8 @@ def _sets(items: Any) -> Iterator[Ranges]:
                     yield from _sets(option)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 yield from _sets(value[2])
+            case "AT":
+                yield category("word", ascii_only=False)
 
 
 _ALL: Ranges = ((1, 0xD7FF), (0xE000, 0x10FFFF))  # U+0000 is matched by nothing that is written
@@ -170,32 +198,39 @@ class _Member:
 
 
 class _Machine:
-    """A nondeterministic automaton: edges by class, and edges without a character."""
+    """A nondeterministic automaton: edges by class, and edges without a character.
+
+    bounds: edges without a character that hold where a word begins or ends (True), or elsewhere.
+    """
 
     def __init__(self, items: Any, classes: list[Ranges]) -> None:
         self._classes = classes
         self._numbers: dict[Ranges, frozenset[int]] = {}
         self.edges: list[list[tuple[frozenset[int], int]]] = []
         self.skips: list[list[int]] = []
+        self.bounds: list[list[tuple[bool, int]]] = []
         self.start, self.end = self._new(), self._new()
         self._sequence(list(items), self.start, self.end)
 
-    def closure(self, states: Iterable[int]) -> frozenset[int]:
-        """These and all that are reached without a character."""
+    def closure(self, states: Iterable[int], *, is_bound: bool | None) -> frozenset[int]:
+        """These and all that are reached without a character.
+
+        is_bound: whether a word begins or ends here; None takes it for neither.
+        """
         found, waiting = set[int](), list(states)
         while waiting:
             state = waiting.pop()
             if state not in found:
                 found.add(state)
                 waiting += self.skips[state]
+                waiting += [then for wanted, then in self.bounds[state] if wanted == is_bound]
         spend(1 + len(found))
         return frozenset(found)
 
     def step(self, states: frozenset[int], number: int) -> frozenset[int]:
-        """The states after a character of a class."""
-        return self.closure(
-            then for state in states for own, then in self.edges[state] if number in own
-        )
+        """The states right after a character of a class. states: a closure."""
+        edges = (edge for state in states for edge in self.edges[state])
+        return frozenset(then for own, then in edges if number in own)
 
     def _new(self) -> int:
         if len(self.edges) >= 4 * _MOST_STATES:
@@ -203,6 +238,7 @@ class _Machine:
         spend(2)
         self.edges.append([])
         self.skips.append([])
+        self.bounds.append([])
         return len(self.edges) - 1
 
     def _sequence(self, items: Sequence[Any], first: int, last: int) -> None:
@@ -224,6 +260,8 @@ class _Machine:
                     self._sequence(list(option), first, last)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 self._repeat(value, first, last)
+            case "AT" if str(value) in BOUNDARIES:
+                self.bounds[first].append((str(value) == "AT_BOUNDARY", last))
             case _:
                 raise GrammarCompileError("a pattern that is no regular language")
 
@@ -268,21 +306,42 @@ class _Table(NamedTuple):
     ends: list[bool]
 
 
-def _product(machines: Sequence[_Machine], is_in: Sequence[bool], num_classes: int) -> _Table:
+class _State(NamedTuple):
+    """own: the states of each machine, before what is reached without a character. is_word: whether
+    the last character is a word's, where a machine asks for it."""
+
+    own: tuple[frozenset[int], ...]
+    is_word: bool = False
+
+
+def _product(
+    machines: Sequence[_Machine], is_in: Sequence[bool], classes: Sequence[Ranges]
+) -> _Table:
     """Of the texts that each machine takes, or does not, as ``is_in`` says."""
-    start = tuple(machine.closure([machine.start]) for machine in machines)
+    start = _State(tuple(frozenset([machine.start]) for machine in machines))
     numbers, waiting = {start: 0}, deque([start])
+    words = _words_among(classes) if any(any(one.bounds) for one in machines) else ()
     edges: list[list[int]] = []
     ends: list[bool] = []
     while waiting:
-        states = waiting.popleft()
-        pairs = zip(machines, states, is_in, strict=True)
-        ends.append(all((machine.end in own) == wanted for machine, own, wanted in pairs))
+        state = waiting.popleft()
+        pairs = list(zip(machines, state.own, strict=True))
+        bounded = [
+            tuple(one.closure(own, is_bound=is_bound) for one, own in pairs)
+            for is_bound in (False, True)
+        ]
+        last = list(zip(machines, bounded[state.is_word], is_in, strict=True))
+        if state == start:  # before Python 3.14 the empty text has no \B
+            last = [
+                (one, one.closure([one.start], is_bound=None) if wanted else own, wanted)
+                for one, own, wanted in last
+            ]
+        ends.append(all((machine.end in own) == wanted for machine, own, wanted in last))
         row = []
-        for number in range(num_classes):
-            then = tuple(
-                machine.step(own, number) for machine, own in zip(machines, states, strict=True)
-            )
+        for number in range(len(classes)):
+            is_word = number in words
+            here = zip(machines, bounded[is_word != state.is_word], strict=True)
+            then = _State(tuple(machine.step(own, number) for machine, own in here), is_word)
             if then not in numbers:
                 if len(numbers) >= _MOST_STATES:
                     raise GrammarCompileError("patterns of too many states")
@@ -291,6 +350,13 @@ def _product(machines: Sequence[_Machine], is_in: Sequence[bool], num_classes: i
             row.append(numbers[then])
         edges.append(row)
     return _smallest(_Table(edges, ends))
+
+
+def _words_among(classes: Sequence[Ranges]) -> frozenset[int]:
+    """Those classes that are of words' characters; no class has others too."""
+    word = category("word", ascii_only=False)
+    pairs = enumerate(classes)
+    return frozenset(at for at, one in pairs if _Member(word).holds(one[0][0]))
 
 
 def _smallest(table: _Table) -> _Table:
@@ -386,6 +452,15 @@ class _Elimination:
         joined = text if known is None else _either(known, text)
         self._out[before][then] = self._into[then][before] = joined
         spend(1 + len(joined) // 8)
+
+
+def _some(ranges: Ranges, most: int) -> Ranges:
+    """At most so many ranges of a class, such as that of all letters: the first and the widest."""
+    if len(ranges) <= most:
+        return ranges
+    half = most // 2
+    rest = sorted(ranges[half:], key=lambda pair: pair[0] - pair[1])
+    return normalize([*ranges[:half], *rest[: most - half]])
 
 
 def _either(one: str, other: str) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,6 +108,9 @@ _NEWLINE: Ranges = ((10, 10),)
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
 _BEGIN = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 _END = ("AT_END", "AT_END_STRING")
+BOUNDARIES: Mapping[str, str] = MappingProxyType({"AT_BOUNDARY": "\\b", "AT_NON_BOUNDARY": "\\B"})
+"""Word boundaries, by the parser's names."""
+
 _REFUSED = {
     "AT": "an anchor or word boundary (^ $ \\b \\B) inside the pattern",
     "ASSERT": "lookahead or lookbehind",
@@ -157,13 +161,24 @@ def to_search(pattern: str, *, most: bool = False) -> str:
 def begun_with(pattern: str, items: Sequence[Any], flags: int, *, most: bool = False) -> str:
     """A pattern for whole texts that begin as parsed items of ``pattern`` say, as ``to_search``.
 
-    most: nothing that ``re`` matches is left out; for what other texts must not be.
+    For automata: word boundaries stay as they are. most: nothing that ``re`` matches is left out;
+    for what other texts must not be.
     """
-    writer = _Writer(pattern, "most" if most else "text")
+    writer = _Writer(pattern, "most" if most else "text", tuple(BOUNDARIES))
     return writer.sequence(items, flags, _Edge(closes=True))
 
 
-def _write(pattern: str, context: Context, edge: _Edge | None = None) -> str:
+def to_search_bounded(pattern: str, *, most: bool = False) -> str:
+    """``to_search`` for automata: word boundaries stay as they are."""
+    return _write(pattern, "most" if most else "text", _ANYWHERE, tuple(BOUNDARIES))
+
+
+def _write(
+    pattern: str,
+    context: Context,
+    edge: _Edge | None = None,
+    kept: tuple[str, ...] = (),
+) -> str:
     spend(16 + 2 * len(pattern))
     try:
         parsed = RE_PARSER.parse(pattern)
@@ -171,7 +186,7 @@ def _write(pattern: str, context: Context, edge: _Edge | None = None) -> str:
         # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
-        writer, edge = _Writer(pattern, context), edge or _Edge()
+        writer, edge = _Writer(pattern, context, kept), edge or _Edge()
         return _with_one_end(writer.sequence(parsed, parsed.state.flags, edge))
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
@@ -209,8 +224,11 @@ _ANYWHERE = _Edge(opens=True, closes=True)
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
+    """kept: anchors that are written as they are; others but those at an edge are refused."""
+
     pattern: str
     context: Context
+    kept: tuple[str, ...] = ()
 
     def sequence(self, items: Any, flags: int, edge: _Edge) -> str:
         self._check_flags(flags)
@@ -230,7 +248,9 @@ class _Writer:
 
     def _open_item(self, op: str, value: Any, flags: int, edge: _Edge) -> str:
         """``item``, and anything before it or after it where no anchor keeps that out."""
-        if op in ("AT", "SUBPATTERN", "BRANCH") or not (edge.opens or edge.closes):
+        is_anchor = op == "AT" and str(value) not in self.kept
+        is_inside = not (edge.opens or edge.closes)
+        if is_anchor or is_inside or op in ("SUBPATTERN", "BRANCH"):
             return self.item(op, value, flags, edge)
         before, after = (self._anything() if side else "" for side in (edge.opens, edge.closes))
         inner = _Edge(edge.first and not edge.opens, edge.last and not edge.closes)
@@ -246,6 +266,8 @@ class _Writer:
             ):
                 is_before_newline = self.context == "most" and str(value) == "AT_END"
                 return "(?:\\u{a}){0,1}" if is_before_newline else ""
+            case "AT" if str(value) in self.kept and not flags & re.ASCII:
+                return BOUNDARIES[str(value)]
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
                 return self._characters(set_of(op, value, flags, whole=self.context == "most"))
             case "SUBPATTERN":
@@ -298,6 +320,8 @@ class _Writer:
                         parts += self._looped(option, flags)
                 case "MAX_REPEAT" | "MIN_REPEAT" if value[0] <= 1 or _can_be_empty(str(op), value):
                     parts += self._looped(value[2], flags) if value[1] else []
+                case "AT":  # it holds where it stands, and not in any order
+                    raise self._refuse(_REFUSED["AT"], "rewrite it without")
                 case name:
                     parts.append(self.item(name, value, flags, _INSIDE))
         return parts

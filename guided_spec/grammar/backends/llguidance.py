@@ -43,6 +43,7 @@ from guided_spec.grammar.backends.llguidance_schema import (
 from guided_spec.grammar.backends.tag import prepare_tag, with_tokens
 from guided_spec.grammar.backends.tag_lark import tag_lark
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
@@ -494,7 +495,7 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
 
 def _pattern_of(document: SpecDocument) -> str | None:
     if document.spec.kind == "regex":
-        return to_fullmatch(document.spec.source)
+        return to_whole(document.spec.source)
     if document.spec.kind == "choice":
         return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
     return None

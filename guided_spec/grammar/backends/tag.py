@@ -20,7 +20,7 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.backends.free_text import text_without
 from guided_spec.grammar.backends.printed import json_text_ebnf
-from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.schema.lowered import all_parts, change_parts
 from guided_spec.grammar.schema.prepare import (
     examine_schema,
@@ -69,7 +69,7 @@ def prepare_tag(tag: Any, path: str = "", *, prepare: Callable[[Any], Any] = pre
                 prepared[key] = prepare(value)
             _check_options(tag)
         elif key == "pattern" and tag.get("type") == "regex" and isinstance(value, str):
-            prepared[key] = to_fullmatch(value)
+            prepared[key] = to_whole(value)
         elif key != OWNER:
             inner = f"{path}.{key}" if path else key
             prepared[key] = prepare_tag(value, inner, prepare=prepare)

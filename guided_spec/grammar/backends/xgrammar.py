@@ -23,6 +23,7 @@ from guided_spec.grammar.backends.tag import (
     with_tokens,
 )
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
@@ -383,7 +384,7 @@ def _source_of(document: SpecDocument) -> str:
             spend_on_value(prepared)
             return json.dumps(prepared)
         case "regex":
-            return to_fullmatch(document.spec.source)
+            return to_whole(document.spec.source)
         case "choice":
             return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
     return document.spec.source

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from guided_spec.grammar.languages import without_lookahead
+from guided_spec.grammar.languages import without_looks
 from guided_spec.grammar.steps import spend
 
 _OF_SPELLING = 8  # steps of reading one schema
@@ -144,7 +144,7 @@ def _in_python(pattern: str) -> str:
 
 def _plainly_in_python(pattern: str) -> str:
     named = _in_python(pattern)
-    return without_lookahead(named) or named
+    return without_looks(named) or named
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -22,11 +22,11 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGramm
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.recipe import Recipe
-from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.steps import StepsSpentError, limit_steps
@@ -70,7 +70,7 @@ def _ebnf(document: SpecDocument) -> str:
     spec = document.spec
     match spec.kind:
         case "regex":
-            return regex_ebnf(to_fullmatch(spec.source))
+            return regex_ebnf(to_whole(spec.source))
         case "choice":
             options = [json.dumps(option, ensure_ascii=False) for option in document.value]
             return f"root ::= {' | '.join(options)}\n"
