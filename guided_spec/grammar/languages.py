@@ -62,7 +62,7 @@ def without_looks(pattern: str) -> str | None:
         return None
     try:
         items = RE_PARSER.parse(pattern)
-        return pattern_of(list(_looked_at(pattern, list(items), items.state.flags)))
+        return in_all(list(_looked_at(pattern, list(items), items.state.flags)))
     except (re.error, OverflowError, RecursionError, GrammarCompileError):
         return None
 
@@ -87,7 +87,7 @@ def outside(pattern: str) -> str | None:
     if len(pattern) > _LONGEST:
         return None
     try:
-        return pattern_of([Texts(to_search_bounded(pattern, most=True), is_in=False)])
+        return in_all([Texts(to_search_bounded(pattern, most=True), is_in=False)])
     except (GrammarCompileError, RecursionError):
         return None
 
@@ -125,18 +125,27 @@ def _looked_at(pattern: str, items: Sequence[Any], flags: int) -> Iterator[Texts
     yield Texts(begun_with(pattern, [items[0], *items[at:]], flags))
 
 
-def pattern_of(sets: Sequence[Texts]) -> str | None:
-    """A pattern for the texts in all of ``sets``, for Python's ``re``.
+def searched(pattern: str, *, is_in: bool = True) -> Texts:
+    """The texts in which ``re.search`` finds a pattern, or those in which it does not.
 
-    None where there is none of them, and where it would be very long. Raises GrammarCompileError
-    for patterns of many states.
+    Fewer where it is unsure. Raises GrammarCompileError for what is no regular language.
+    """
+    return Texts(to_search_bounded(pattern, most=not is_in), is_in)
+
+
+def in_all(sets: Sequence[Texts]) -> str | None:
+    """A pattern for the texts in all of ``sets``, for Python's ``re``; None where there is none.
+
+    Raises GrammarCompileError for one of many states, and one that would be very long.
     """
     table, classes = _table_of(sets)
+    if not any(table.ends):
+        return None
     for most in (sys.maxunicode, _MOST_RANGES):  # as they are, or else the widest
         written = _Elimination(table, [_some(one, most) for one in classes]).write()
         if written is not None and len(written) <= _MOST_WRITTEN:
             return f"^(?:{written})\\Z"
-    return None
+    raise GrammarCompileError("a pattern that would be very long")
 
 
 def _table_of(sets: Sequence[Texts]) -> tuple[_Table, list[Ranges]]:

@@ -126,7 +126,9 @@ def test_drafts_of_reasoning_are_counted_apart(llm: LLM) -> None:
 def test_the_page_names_all_metrics(served: Running) -> None:
     served.require_service()
     known = {name.partition("{")[0] for name in served.metrics()}
-    named = {*re.findall(r"\bguided_spec_[a-z_]+", (ROOT / "docs" / "serve_reference.md").read_text())}
+    named = {
+        *re.findall(r"\bguided_spec_[a-z_]+", (ROOT / "docs" / "serve_reference.md").read_text())
+    }
     histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
     assert named - known - histograms == set()
     derived = re.compile("_(created|bucket|count|sum)$")

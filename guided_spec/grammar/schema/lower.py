@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.schema.dialect import NEWEST, for_python, with_draft
 from guided_spec.grammar.schema.joining import any_of, join_all
 from guided_spec.grammar.schema.lowered import (
@@ -198,8 +197,10 @@ def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> lis
     listed = _listed(names)
     if listed is not None:
         return [{"properties": dict.fromkeys(listed, True), "additionalProperties": False}]
-    pattern = _pattern(names) if isinstance(names, dict) else None
+    pattern = lowering.names_pattern(words, at)
     if pattern is not None:
+        if lowering.split_keys(words, at) is not None:
+            return []
         if words.get("patternProperties", {}).keys() - {pattern}:
             reason = "keys would have to match it and a pattern of patternProperties"
             fix = "write one pattern for both under patternProperties, and leave propertyNames out"
@@ -222,18 +223,6 @@ def _listed(names: Any) -> list[str] | None:
     if isinstance(names, dict) and names.keys() <= {"enum", "const", "type"}:
         values = [names["const"]] if "const" in names else names.get("enum")
         return None if values is None else [value for value in values if isinstance(value, str)]
-    return None
-
-
-def _pattern(names: dict[str, Any]) -> str | None:
-    words = names.keys() - {"type"}
-    if words == {"pattern"}:
-        return str(names["pattern"])
-    if words == {"format"}:
-        return FORMATS[names["format"]]
-    if words <= {"minLength", "maxLength"}:
-        upper = int(names["maxLength"]) if "maxLength" in names else ""
-        return f"^(?s:.){{{int(names.get('minLength', 0))},{upper}}}$"
     return None
 
 
@@ -481,7 +470,9 @@ def lower(
     lowered = Lowered(schema, ())
     dated = with_draft(schema)
     if needs_lowering(dated):
-        lowered = Lowering(dated, _APPLICATORS, harder=harder, filtered=filtered).run()
+        closed = additional == "closed"
+        settings = {"harder": harder, "filtered": filtered, "closed": closed}
+        lowered = Lowering(dated, _APPLICATORS, **settings).run()
     if dated is not schema:
         reason = f"it can only be of an older draft, and is read as {dated['$schema']}"
         note = Unenforced("", "$schema", reason, "name its draft", "note", by_backend=False)
@@ -504,6 +495,9 @@ def needs_lowering(schema: Any) -> bool:
             stack.extend(node)
         elif isinstance(node, dict):
             if not _CAUSES.isdisjoint(node) or isinstance(node.get("items"), list):
+                return True
+            patterns = node.get("patternProperties")
+            if isinstance(patterns, dict) and len(patterns) > 1:
                 return True
             if "$ref" in node and not _is_local(node["$ref"]):
                 return True

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import outside
 from guided_spec.grammar.schema.document import Document, Target
-from guided_spec.grammar.schema.joining import any_of, join_all
+from guided_spec.grammar.schema.joining import any_of, holds, join_all
+from guided_spec.grammar.schema.key_patterns import overlapping, split_patterns
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
@@ -83,7 +84,7 @@ class Lowering:
     """One pass over one document.
 
     applicators: how each keyword that applies schemas is lowered. harder, filtered: see
-    ``lower.lower``.
+    ``lower.lower``. closed: whether objects that do not say so get no further keys afterwards.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class Lowering:
         *,
         harder: bool = False,
         filtered: bool = False,
+        closed: bool = False,
     ) -> None:
-        self.harder, self.filtered = harder, filtered
+        self.harder, self.filtered, self._closed = harder, filtered, closed
         self._applicators = applicators
         self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
         self.document = Document(root)
@@ -203,7 +205,44 @@ class Lowering:
             self._names[key] = own
         yield self._names[key]
 
+    def names_pattern(self, words: dict[str, Any], at: At) -> str | None:
+        """``propertyNames`` as a pattern; None where it is none."""
+        names = self.dereference(words["propertyNames"])
+        if isinstance(names, dict) and names:
+            names = self.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
+        return _pattern_of_names(names) if isinstance(names, dict) and names else None
+
+    def split_keys(self, words: dict[str, Any], at: At) -> dict[str, Any] | None:
+        """The keywords with patterns of which no two match the same key, all within the names.
+
+        None where nothing has to be changed, or it cannot be.
+        """
+        patterns, listed = words.get("patternProperties"), words.get("properties", {})
+        if not patterns or "object" not in at.types:
+            return None
+        names = self.names_pattern(words, at) if "propertyNames" in words else None
+        if names is None and not overlapping(patterns):
+            return None
+        parts = split_patterns(patterns, list(listed), names)
+        if parts is None:
+            return None
+        found = {
+            pattern: own[0] if len(own) == 1 else {"allOf": own}
+            for pattern, own in parts.schemas.items()
+        }
+        changed = words | {"patternProperties": found}
+        if "additionalProperties" in words or not self._closed:
+            extra = words.get("additionalProperties", True)
+            if extra is not False and parts.rest is not None:
+                found[parts.rest] = extra
+            changed["additionalProperties"] = False
+        if names is not None and listed:
+            own = {name: part if holds(names, name) else False for name, part in listed.items()}
+            changed["properties"] = own
+        return changed
+
     def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
+        words = self.split_keys(words, at) or words
         kept = {name: words[name] for name in words if name in _PLAIN}
         kept |= {name: words[name] for name in _STRUCTURE if name in words}
         spend(_OF_SCHEMA)
@@ -243,6 +282,18 @@ class Lowering:
             reason = "more is excluded than it asks for"
             self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
         return any_of(schemas)
+
+
+def _pattern_of_names(names: dict[str, Any]) -> str | None:
+    words = names.keys() - {"type"}
+    if words == {"pattern"}:
+        return str(names["pattern"])
+    if words == {"format"}:
+        return FORMATS[names["format"]]
+    if words <= {"minLength", "maxLength"}:
+        upper = int(names["maxLength"]) if "maxLength" in names else ""
+        return f"^(?s:.){{{int(names.get('minLength', 0))},{upper}}}$"
+    return None
 
 
 def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:

@@ -1,0 +1,86 @@
+"""``patternProperties`` as patterns of which no two match the same key.
+
+A key must be valid under the schemas of all patterns that it matches. Backends take a key for one
+pattern's alone. So patterns that overlap are written as their parts: one and the other, one without
+the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.languages import Texts, are_apart, in_all, searched
+from guided_spec.grammar.schema.joining import holds
+
+_MOST, _MOST_LISTED = 6, 64  # patterns that overlap, and keys beside them
+
+
+class Parts(NamedTuple):
+    """schemas: by pattern, those that apply to its keys. rest: a pattern for keys that are not
+    listed and match none; None where there are none."""
+
+    schemas: dict[str, list[Any]]
+    rest: str | None
+
+
+class _Part(NamedTuple):
+    """sets: what the keys are in. schemas: that apply to them."""
+
+    sets: tuple[Texts, ...]
+    schemas: tuple[Any, ...]
+
+
+def overlapping(patterns: Mapping[str, Any]) -> bool:
+    """Whether a key may match several patterns; True where unsure."""
+    return any(not are_apart(one, other) for one, other in itertools.combinations(patterns, 2))
+
+
+def split_patterns(
+    patterns: Mapping[str, Any], listed: Sequence[str], names: str | None = None
+) -> Parts | None:
+    """The parts of patterns. None where they are too many or too long to be written.
+
+    listed: keys that the object lists. names: a pattern that all keys match, None for any key.
+    """
+    if len(patterns) > _MOST or len(listed) > _MOST_LISTED:
+        return None
+    own = f"^(?:{'|'.join(map(re.escape, listed))})$"
+    try:
+        written = dict(_written(_parts_of(patterns, names)))
+        outside = [searched(one, is_in=False) for one in (*patterns, *([own] if listed else []))]
+        rest = in_all([*([searched(names)] if names else []), *outside])
+    except (GrammarCompileError, RecursionError):
+        return None
+    # What is written may match fewer keys, such as those of ASCII digits; listed ones must be told.
+    for name in listed:
+        wanted = [schema for pattern, schema in patterns.items() if holds(pattern, name)]
+        found = [part for pattern, part in written.items() if holds(pattern, name)]
+        if sum(found, []) != wanted and (names is None or holds(names, name)):
+            return None
+    return Parts(written, rest)
+
+
+def _parts_of(patterns: Mapping[str, Any], names: str | None) -> list[_Part]:
+    parts: list[_Part] = []
+    before: tuple[Texts, ...] = (searched(names),) if names else ()
+    for pattern, schema in patterns.items():
+        held, left = searched(pattern), searched(pattern, is_in=False)
+        split = [
+            _Part((*part.sets, texts), schemas)
+            for part in parts
+            for texts, schemas in ((held, (*part.schemas, schema)), (left, part.schemas))
+        ]
+        parts = [*split, _Part((*before, held), (schema,))]
+        before = (*before, left)
+    return parts
+
+
+def _written(parts: Sequence[_Part]) -> Iterator[tuple[str, list[Any]]]:
+    for part in parts:
+        pattern = in_all(part.sets)
+        if pattern is not None:
+            yield pattern, list(part.schemas)
