@@ -94,7 +94,10 @@ class Accepted(NamedTuple):
 
 
 class TopLogprob(NamedTuple):
-    """One of the likeliest tokens at some position, and its log-probability."""
+    """One of the likeliest tokens at some position.
+
+    token_id, logprob: the token and its log-probability.
+    """
 
     token_id: int
     logprob: float

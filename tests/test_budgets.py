@@ -12,10 +12,10 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 800,  # files of requests and rows
-    "cli": 1_880,  # 10 more: requests that fail in bench and eval
+    "cli": 1_885,  # 15 more: requests that fail in bench and eval
     "engine": 6_450,
     "evaluate": 1_270,  # 10 more: requests that fail
-    "grammar": 20_040,  # 340 more: Kimi K3's messages; reasoning, which was in engine
+    "grammar": 20_265,  # 225 more: patterns of keys that overlap, word boundaries
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
     "models": 10_570,

@@ -105,7 +105,10 @@ class ChatCompletion(NamedTuple):
 
 
 class ChatOutput(NamedTuple):
-    """What a conversation gave: ``n`` answers. The properties are the first one's."""
+    """What a conversation gave. The properties are those of the first completion.
+
+    completions: ``n`` answers.
+    """
 
     completions: tuple[ChatCompletion, ...]
 

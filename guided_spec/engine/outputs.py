@@ -148,6 +148,7 @@ FinishReason = Literal["stop", "length", "error"]
 class Completion(NamedTuple):
     """One finished sample.
 
+    stats: what speculation did, see ``RequestStats``.
     text: without the end-of-text token and without the stop string; after the prompt's text if the
     request asked for its echo.
     token_ids: every token generated, the one that ended the text included.
@@ -195,7 +196,10 @@ class Completion(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """Everything one prompt gave: ``n`` completions. The properties are the first one's."""
+    """Everything one prompt gave. The properties are those of the first completion.
+
+    prompt_index: of the prompt in the call. completions: ``n`` of them.
+    """
 
     prompt_index: int
     completions: tuple[Completion, ...]
@@ -254,7 +258,8 @@ class RequestOutput(NamedTuple):
 class Chunk(NamedTuple):
     """A piece of a stream: text that was committed since the last one.
 
-    completion is set on a sample's last chunk and holds the whole of it.
+    prompt_index, sample_index: which prompt, and which of its samples. completion: the whole
+        sample, on its last chunk alone.
     logprobs: of the tokens that were committed since the last chunk, () if the request did not ask.
         Their text may still be held back, as the beginning of a stop string or of a character.
     answer: all of it so far, see ``Completion``. grammar: of the request.

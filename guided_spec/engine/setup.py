@@ -230,7 +230,7 @@ def _default_budget(device: torch.device, share: float) -> int:
 
 DEFAULT_PROPOSER = "chain:grammar_forced+auto"
 # An EAGLE-3 head drafts under masks in one CUDA graph. To look for forced text first costs the host
-# as much as it brings, or more: docs/performance/gpu.md.
+# as much as it brings, or more.
 CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
 BUNDLED_HEADS = ("eagle3", "mtp", "dspark")

@@ -131,7 +131,7 @@ class RequestDraft:
 # Seconds, in all and for each draft that is done, after which other threads help with those that
 # are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
 # however many rows there are: so this goes by time, not by the number of rows (``python -m
-# benchmarks.masks.walks``; docs/performance/parts.md).
+# benchmarks.masks.walks``).
 PATIENCE = 0.003
 SLOW_DRAFT = 0.00005
 DRAFTS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one

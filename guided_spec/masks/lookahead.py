@@ -23,8 +23,7 @@ from guided_spec.masks.rows import MaskRows, TabledTexts, TableStarts
 from guided_spec.types import Draft
 
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
-# filled by this thread once it is launched, which a GPU does not wait for: see
-# docs/performance/parts.md.
+# filled by this thread once it is launched, which a GPU does not wait for.
 ROWS_WORTH_A_THREAD = 256
 Pause = Callable[[int], bool]
 

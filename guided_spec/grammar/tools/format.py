@@ -44,6 +44,7 @@ class Tool(NamedTuple):
 class ToolCall(NamedTuple):
     """One call of a text.
 
+    name: of the tool.
     id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
         same call at the same position after the same prompt gets the same id.
     arguments: valid under the tool's schema. raw: the call as it stands in the text.
