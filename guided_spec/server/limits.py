@@ -11,9 +11,7 @@ from guided_spec.config import option
 class ServerLimits:
     """Each field is an option of ``guided-spec serve``; ``ServerSettings`` says what it does."""
 
-    tool_format: str | None = option(
-        "How tool calls are written; by default found from the chat template.", default=None
-    )
+    tool_format: str | None = option("Tool calls' format; by default the template's.", default=None)
     max_queue: int = option("Requests that may wait for a slot.", default=64)
     max_samples: int = option("Maximum n of a request.", default=16)
     max_body_bytes: int = option("Maximum size of a request body.", default=4 * 2**20)

@@ -44,9 +44,7 @@ class TrainOptions:
     target: str = _required("The model to draft for: a folder, a hub id, or 'bundled'.")
     data: list[str] = _required("JSON Lines or Parquet files, hub datasets, or presets.")
     output: str = _required("Folder for the draft, its checkpoints and logs.")
-    layout: str | None = option(
-        "Checkpoint format; by default the first of the algorithm.", default=None
-    )
+    layout: str | None = option("Checkpoint format; default: the algorithm's first.", default=None)
     limit: int | None = option("Maximum number of documents.", default=None)
     max_length: int = option("Maximum tokens of a document; longer ones are skipped.", default=2048)
     heldout_share: float = option("Share of the documents kept for validation.", default=0.05)
@@ -62,9 +60,7 @@ class TrainOptions:
         "Server that generates these answers, such as http://host:8000/v1.",
         default=None,
     )
-    regenerate_temperature: float = option(
-        "Temperature of these answers; 0 is greedy.", default=0.0
-    )
+    regenerate_temperature: float = option("Their temperature; 0 is greedy.", default=0.0)
     regenerate_max_tokens: int = option("Maximum tokens of such an answer.", default=512)
     regenerate_batch_size: int = option("Answers generated at a time.", default=16)
     features: str | None = option(

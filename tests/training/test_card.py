@@ -109,7 +109,7 @@ def test_what_cannot_be_pushed_is_not_trained(
 
     hub.refuses = "create"
     refused("org/draft", "push_to_hub='org/draft': cannot be made: .*403")
-    refused("org/two/parts", "push_to_hub='org/two/parts': is no name of a repository")
+    refused("org/two/parts", "push_to_hub='org/two/parts': is not a repository name")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     refused("org/draft", "push_to_hub='org/draft': needs a token of the hub that may write")

@@ -219,7 +219,7 @@ def function(**fields: Any) -> list[Any]:
         (lambda: GrammarSpec.tools(TOOLS, {"type": "function"}), "tool_choice="),
         (
             lambda: GrammarSpec.tools(TOOLS, {"type": "function", "function": {"name": "x"}}),
-            "the tools are weather, light",
+            "is not one of the tools: weather, light",
         ),
         (lambda: GrammarSpec.tools(TOOLS, tool_format="gpt"), "tool_format='gpt'.*hermes"),
     ],

@@ -225,7 +225,7 @@ REFUSED = {"not": {"multipleOf": 2}}
         ({"response_format": {"type": "jsn"}}, "response_format.type='jsn'", "invalid_value"),
         ({"temperature": -1}, "temperature=-1", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens: ", "invalid_value"),
-        ({"tools": [BOOK], "tool_choice": "x"}, "the tools are book", "invalid_value"),
+        ({"tools": [BOOK], "tool_choice": "x"}, "is not one of the tools: book", "invalid_value"),
         ({"messages": ["hi"]}, "messages.0: ", "invalid_value"),
         ({"messages": [{"content": "hi"}]}, r"messages[0].role: must be", "invalid_value"),
         ({"messages": [{"role": "user", "content": 3}]}, "must be text", "invalid_value"),
