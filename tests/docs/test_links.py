@@ -10,6 +10,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT
 
 LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]*))?\)")
+ACTIONS = "../../actions/"  # pages of GitHub, beside those of the files
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`]*`")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
@@ -30,6 +31,8 @@ def dead_links(path: Path, text: str) -> list[str]:
     """The links of ``text``, as the page at ``path``, whose file or heading is not there."""
     dead = []
     for target, anchor in LINK.findall(CODE.sub("", FENCE.sub("", text))):
+        if target.startswith(ACTIONS):
+            continue
         other = path.parent / target if target else path
         is_found = other.exists()
         if is_found and anchor:
