@@ -1,4 +1,4 @@
-"""``patternProperties`` as patterns of which no two match the same key.
+"""``propertyNames`` as one pattern, and ``patternProperties`` as patterns that do not overlap.
 
 A key must be valid under the schemas of all patterns that it matches. Backends take a key for one
 pattern's alone. So patterns that overlap are written as their parts: one and the other, one without
@@ -13,10 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import Texts, are_apart, in_all, searched
 from guided_spec.grammar.schema.joining import holds
 
+NOTHING = r"[^\s\S]"
+"""A pattern that is found in no text."""
+
 _MOST, _MOST_LISTED = 6, 64  # patterns that overlap, and keys beside them
+_OF_STRINGS = frozenset(
+    {"type", "pattern", "format", "minLength", "maxLength", "enum", "const", "allOf", "anyOf"}
+)
 
 
 class Parts(NamedTuple):
@@ -32,6 +39,47 @@ class _Part(NamedTuple):
 
     sets: tuple[Texts, ...]
     schemas: tuple[Any, ...]
+
+
+def pattern_of(strings: Any) -> str | None:
+    """A pattern that ``re.search`` finds in the strings that are valid under a lowered schema.
+
+    In fewer where it is unsure, and NOTHING where there are none. None where the schema is no
+    pattern, or the pattern would be very long.
+    """
+    try:
+        return _pattern_of(strings)
+    except (GrammarCompileError, RecursionError):
+        return None
+
+
+def _pattern_of(strings: Any) -> str:
+    if isinstance(strings, bool):
+        return "" if strings else NOTHING
+    parts = [*_patterns_of(strings)]
+    if len(parts) == 1:
+        return parts[0]
+    return in_all([searched(part) for part in parts]) or NOTHING
+
+
+def _patterns_of(words: Mapping[str, Any]) -> Iterator[str]:
+    """Patterns that all have to be found. Raises GrammarCompileError for other keywords."""
+    if not words.keys() <= _OF_STRINGS:
+        raise GrammarCompileError("a keyword that is no pattern")
+    if "pattern" in words:
+        yield str(words["pattern"])
+    if "format" in words:
+        yield FORMATS[words["format"]]
+    if words.keys() & {"minLength", "maxLength"}:
+        most = int(words["maxLength"]) if "maxLength" in words else ""
+        yield f"^(?s:.){{{int(words.get('minLength', 0))},{most}}}$"
+    for values in (words.get("enum"), [words["const"]] if "const" in words else None):
+        if values is not None:
+            names = [re.escape(value) for value in values if isinstance(value, str)]
+            yield f"^(?:{'|'.join(names)})$" if names else NOTHING
+    yield from map(_pattern_of, words.get("allOf", ()))
+    if "anyOf" in words:
+        yield "|".join(f"(?:{_pattern_of(part)})" for part in words["anyOf"])
 
 
 def overlapping(patterns: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema.dialect import NEWEST, for_python, with_draft
 from guided_spec.grammar.schema.joining import any_of, join_all
+from guided_spec.grammar.schema.key_patterns import NOTHING
 from guided_spec.grammar.schema.lowered import (
     AdditionalProperties,
     Lowered,
@@ -198,6 +199,8 @@ def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> lis
     if listed is not None:
         return [{"properties": dict.fromkeys(listed, True), "additionalProperties": False}]
     pattern = lowering.names_pattern(words, at)
+    if pattern == NOTHING:
+        return [{"maxProperties": 0}]
     if pattern is not None:
         if lowering.split_keys(words, at) is not None:
             return []
@@ -211,7 +214,7 @@ def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> lis
             value = lowering.positive(value, at.inside("additionalProperties"))
             return [{"patternProperties": {pattern: value}, "additionalProperties": False}]
         return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
-    reason = "only a list of names, one pattern or a length is enforced"
+    reason = "only names that make a pattern of moderate size are enforced"
     fix = "list the names under properties"
     lowering.report.error(at.pointer, "propertyNames", reason, fix)
     return []

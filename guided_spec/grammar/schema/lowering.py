@@ -11,7 +11,7 @@ from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import outside
 from guided_spec.grammar.schema.document import Document, Target
 from guided_spec.grammar.schema.joining import any_of, holds, join_all
-from guided_spec.grammar.schema.key_patterns import overlapping, split_patterns
+from guided_spec.grammar.schema.key_patterns import overlapping, pattern_of, split_patterns
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
@@ -206,11 +206,11 @@ class Lowering:
         yield self._names[key]
 
     def names_pattern(self, words: dict[str, Any], at: At) -> str | None:
-        """``propertyNames`` as a pattern; None where it is none."""
+        """``propertyNames`` as a pattern; None where it is none. See ``pattern_of``."""
         names = self.dereference(words["propertyNames"])
         if isinstance(names, dict) and names:
             names = self.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
-        return _pattern_of_names(names) if isinstance(names, dict) and names else None
+        return pattern_of(names) if isinstance(names, dict) and names else None
 
     def split_keys(self, words: dict[str, Any], at: At) -> dict[str, Any] | None:
         """The keywords with patterns of which no two match the same key, all within the names.
@@ -282,18 +282,6 @@ class Lowering:
             reason = "more is excluded than it asks for"
             self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
         return any_of(schemas)
-
-
-def _pattern_of_names(names: dict[str, Any]) -> str | None:
-    words = names.keys() - {"type"}
-    if words == {"pattern"}:
-        return str(names["pattern"])
-    if words == {"format"}:
-        return FORMATS[names["format"]]
-    if words <= {"minLength", "maxLength"}:
-        upper = int(names["maxLength"]) if "maxLength" in names else ""
-        return f"^(?s:.){{{int(names.get('minLength', 0))},{upper}}}$"
-    return None
 
 
 def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:

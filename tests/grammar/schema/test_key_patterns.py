@@ -31,7 +31,21 @@ PARTS = st.sampled_from(
     [True, False, {"type": "integer"}, {"minimum": 3}, {"type": "integer", "maximum": 5}]
 )
 EXTRAS = st.sampled_from([None, True, False, {"type": "string"}])
-NAMES = st.sampled_from([None, {"pattern": "b"}, {"maxLength": 1}, {"pattern": "^[ab]*$"}])
+SOME_NAMES: list[Any] = [
+    *(
+        {"pattern": "b"},
+        {"maxLength": 1},
+        {"pattern": "^[ab]*$"},
+        {"pattern": "^a", "minLength": 2},
+    ),
+    *({"not": {"enum": ["a", "1"]}}, {"anyOf": [{"pattern": "^b"}, {"enum": ["", "a"]}]}),
+    *(
+        {"allOf": [{"pattern": "^a"}, {"not": {"pattern": "bb"}}]},
+        {"pattern": "b", "not": {"const": "b"}},
+    ),
+    *({"enum": ["a", "b", 1], "pattern": "a"}, {"pattern": "^a$", "enum": ["b"]}),
+]
+NAMES = st.sampled_from([None, *SOME_NAMES])
 
 
 def valid(schema: Any, value: Any) -> bool:
@@ -62,6 +76,18 @@ def test_lowered_objects_are_those_of_the_schema(
         # Classes are ASCII in what is admitted, and closed objects have no other keys.
         if not is_closed and all(map(str.isascii, value)):
             assert is_admitted == valid(schema, value), (value, found.schema)
+
+
+@settings(max_examples=120, deadline=None)
+@given(names=st.sampled_from(SOME_NAMES), extra=EXTRAS, is_closed=st.booleans())
+def test_names_of_any_keywords(names: Any, extra: Any, is_closed: Any) -> None:
+    schema = {"type": "object", "propertyNames": names}
+    schema |= {} if extra is None else {"additionalProperties": extra}
+    found = lower(schema, additional="closed" if is_closed else "schema")
+    assert [entry for entry in found.entries if entry.level == "error"] == []
+    for value in OBJECTS:
+        if all(map(str.isascii, value)):
+            assert valid(found.schema, value) == valid(schema, value), (value, found.schema)
 
 
 @settings(max_examples=60, deadline=None)
