@@ -38,7 +38,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds, require_known
 from guided_spec.masks.rows import launch_table_rows
-from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
+from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm, stock_lm
 from guided_spec.models.checkpoint import looks_local
 from guided_spec.models.gguf import find_gguf
 from guided_spec.models.heads.loading import find_method
@@ -47,7 +47,7 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
-from guided_spec.models.slot_lm import SlotLM
+from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
     check_size,
@@ -140,7 +140,7 @@ def plan_slots(
 
     Raises ConfigError when not even one text fits, and for more tokens than the model takes.
     """
-    probe = SlotLM(model, num_slots=1, max_length=1)
+    probe = stock_lm(model, num_slots=1, max_length=1)
     budget = config.kv_memory_bytes
     if budget is None:
         share = SHARE_WITH_DRAFT_MODEL if has_draft_model else CUDA_SHARE
@@ -393,6 +393,8 @@ def _about(engine: Engine, source: str, proposer: str) -> str:
 def _describe(engine: Engine) -> str:
     """How the target runs, and why, in one line."""
     target, config = engine.model, engine.config
+    if isinstance(target, TextLM):
+        return f"{target.runs_as}, for {target.reason}"
     if target.blocks is None:
         reason = "no other form fits it"
         if not is_packed_on(target.device, config.kernels):

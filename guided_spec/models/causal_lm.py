@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -15,13 +16,14 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.slot_lm import SlotLM
-from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
-from guided_spec.ops.delta_rule import DeltaStates
+from guided_spec.models.text_lm import TextLM
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM(Protocol):
-    """A transformers model and the slots its texts are kept in: a ``SlotLM`` or a ``LineLM``.
+    """A transformers model and the slots of its texts: a ``LineLM``, ``SlotLM`` or ``TextLM``.
 
     model: it is not changed, and may be shared by several of these (each keeps its own slots), not
         by threads. config: the model's. num_slots: texts at a time. max_length: tokens of a text.
@@ -127,11 +129,11 @@ class CausalLM(Protocol):
         """
         ...
 
-    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
-        """A copy of the committed linear states of ``slots``; empty for attention-only models."""
+    def save_states(self, slots: Sequence[int]) -> Sequence[Any]:
+        """The committed states of ``slots``, for ``load_states``; none of attention alone."""
         ...
 
-    def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
+    def load_states(self, slots: Sequence[int], saved: Sequence[Any]) -> None:
         """Put back what ``save_states`` gave, into as many slots."""
         ...
 
@@ -148,7 +150,7 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
     width: int = 1,
     longest_draft: int = LONGEST_DRAFT,
     window: CaptureWindow | None = None,
-) -> SlotLM | LineLM:
+) -> SlotLM | TextLM | LineLM:
     """Keep texts with a model, in packed form where it has one and ``kernels`` asks for it.
 
     model: a decoder of transformers with attention "sdpa" or "eager", of a family that keeps to its
@@ -173,7 +175,10 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
     _check_rope(model, max_length)
     found = PackedForm.of(model, kernels, max_length) if form == "find" else form
     if found is None:
-        return SlotLM(model, num_slots, max_length)
+        lm = stock_lm(model, num_slots, max_length)
+        if isinstance(lm, TextLM):
+            logger.warning("%s. It runs one text at a time instead.", lm.reason)
+        return lm
     # Without graphs there is nothing to fill a forward up for, other than in tests.
     is_padded = model.device.type == "cuda" or kernels == "packed"
     return LineLM(
@@ -187,6 +192,20 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
         width=width,
         graphs=GraphPool(model.device, window) if is_padded else None,
     )
+
+
+def stock_lm(model: PreTrainedModel, num_slots: int, max_length: int) -> SlotLM | TextLM:
+    """Keep texts with a model's stock modules: over slots, or one text at a time.
+
+    Raises ModelError, with the reason against slots, where it can do neither.
+    """
+    try:
+        return SlotLM(model, num_slots, max_length)
+    except ModelError as error:
+        try:
+            return TextLM(model, num_slots, max_length, str(error))
+        except ModelError:
+            raise error from None
 
 
 def largest_context(text_config: Any) -> int | None:

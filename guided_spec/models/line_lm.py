@@ -15,7 +15,6 @@ from guided_spec.models.packed.blocks import BLOCK, Blocks, Prefix
 from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.packed_form import PackedForm
-from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.models.target import check_layers
 from guided_spec.ops.delta_rule import DeltaStates
@@ -169,13 +168,13 @@ class LineLM:
         self.load_states(destinations, self.save_states([source] * len(destinations)))
 
     @torch.inference_mode()
-    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
+    def save_states(self, slots: Sequence[int]) -> Sequence[DeltaStates]:
         """A copy of the linear states of ``slots``, one ``DeltaStates`` a layer that has any."""
         rows = to_device(slots, self.device)
         return [DeltaStates(*(part[rows] for part in one)) for one in self._packed.states]
 
     @torch.inference_mode()
-    def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
+    def load_states(self, slots: Sequence[int], saved: Sequence[Any]) -> None:
         """Overwrite the linear states of ``slots`` with what ``save_states`` gave."""
         rows = to_device(slots, self.device)
         copies = [one for one in saved if isinstance(one, DeltaStates)]

@@ -20,6 +20,7 @@ from guided_spec.models.packed.packed_lm import PackedLM
 from guided_spec.models.slot_lm import stock_slots
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
+from guided_spec.models.stock.slots import StockSlots
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.kernels import has_triton
@@ -82,12 +83,10 @@ class PackedForm(NamedTuple):
         """
         if not is_packed_on(model.device, kernels):
             return None
-        slots = stock_slots(model, TRIAL_SLOTS, max_length)
-        longest = max([TRIAL_LENGTH, *(2 * window for window in slots.cache.windows.values())])
-        if max_length > longest:
-            slots = stock_slots(model, TRIAL_SLOTS, longest)
-        trial = SlotTrial(slots)
-        trial.check_stock()
+        tried_slots = _tried(model, max_length, kernels)
+        if tried_slots is None:
+            return None
+        slots, trial = tried_slots
         known = slots.cache.layer_memory()
         windows = [slots.cache.windows.get(kind) for kind in slots.cache.layer_types]
         if known is None:
@@ -114,6 +113,27 @@ class PackedForm(NamedTuple):
             logger.warning("%s. It runs by its stock modules instead.", error)
             return None
         return cls(decoder, tuple(None if one is None else LayerShape.of(one) for one in known))
+
+
+def _tried(
+    model: PreTrainedModel, max_length: int, kernels: Kernels
+) -> tuple[StockSlots, SlotTrial] | None:
+    """Slots of the model's stock modules, as long as a packed form needs to be tried in.
+
+    None where these cannot run over slots either, and ``kernels`` does not ask for it.
+    """
+    try:
+        slots = stock_slots(model, TRIAL_SLOTS, max_length)
+        longest = max([TRIAL_LENGTH, *(2 * window for window in slots.cache.windows.values())])
+        if max_length > longest:
+            slots = stock_slots(model, TRIAL_SLOTS, longest)
+        trial = SlotTrial(slots)
+        trial.check_stock()
+    except ModelError:
+        if kernels == "packed":
+            raise
+        return None
+    return slots, trial
 
 
 def _joined(memory: Sequence[KeyValues | None], states: Sequence[DeltaStates]) -> list[LayerStates]:

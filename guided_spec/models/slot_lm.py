@@ -12,20 +12,62 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
-from guided_spec.ops.delta_rule import DeltaStates
 
 
-class SlotLM:
-    """A ``CausalLM`` whose slots are tensors of ``max_length`` positions each.
+class WithoutBlocks:
+    """What a ``CausalLM`` says that keeps whole texts in its slots.
 
     There are no blocks, so every slot always has capacity for a whole text, and no text takes
     keys and values from another one.
     """
 
-    is_packed = False
-    runs_as = "stock modules"
     shares_prefixes = False
     blocks: Blocks | None = None
+
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+        """Nothing: stock modules are not captured."""
+        del hidden_layers
+        yield from ()
+
+    def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
+        """No graphs, so nothing was timed."""
+        del hidden_layers
+        return {}
+
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
+        """No prefix is kept."""
+        del slot, token_ids, salt
+        return Prefix(0, 0)
+
+    def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
+        """Nothing: no text takes from another one."""
+
+    def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """True: a slot always holds a whole text."""
+        del slots, lengths
+        return True
+
+    def grow(self, slot: int, length: int) -> bool:
+        """True: a slot always holds a whole text."""
+        del slot, length
+        return True
+
+    def has_blocks(self, length: int) -> bool:
+        """True: there are no blocks to wait for."""
+        del length
+        return True
+
+    def can_copy(self, length: int) -> bool:
+        """True: an empty slot takes any copy."""
+        del length
+        return True
+
+
+class SlotLM(WithoutBlocks):
+    """A ``CausalLM`` whose slots are tensors of ``max_length`` positions each."""
+
+    is_packed = False
+    runs_as = "stock modules"
 
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
@@ -70,46 +112,8 @@ class SlotLM:
         del counts  # the cache knows them
         self._slots.cache.commit(keep)
 
-    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
-        """Nothing: stock modules are not captured."""
-        del hidden_layers
-        yield from ()
-
-    def forward_seconds(self, hidden_layers: tuple[int, ...]) -> dict[int, float]:
-        """No graphs, so nothing was timed."""
-        del hidden_layers
-        return {}
-
-    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
-        """No prefix is kept."""
-        del slot, token_ids, salt
-        return Prefix(0, 0)
-
-    def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
-        """Nothing: no text takes from another one."""
-
-    def holds(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
-        """True: a slot always holds a whole text."""
-        del slots, lengths
-        return True
-
-    def grow(self, slot: int, length: int) -> bool:
-        """True: a slot always holds a whole text."""
-        del slot, length
-        return True
-
     def release(self, slots: Sequence[int]) -> None:
         """Nothing: the next text overwrites the slot."""
-
-    def has_blocks(self, length: int) -> bool:
-        """True: there are no blocks to wait for."""
-        del length
-        return True
-
-    def can_copy(self, length: int) -> bool:
-        """True: an empty slot takes any copy."""
-        del length
-        return True
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
@@ -117,12 +121,12 @@ class SlotLM:
         self._slots.cache.copy_slot(source, destinations, length)
 
     @torch.inference_mode()
-    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState | DeltaStates]:
+    def save_states(self, slots: Sequence[int]) -> Sequence[SavedState]:
         """A copy of the linear states of ``slots``, one ``SavedState`` a layer that has any."""
         return self._slots.cache.save_states(slots)
 
     @torch.inference_mode()
-    def load_states(self, slots: Sequence[int], saved: Sequence[SavedState | DeltaStates]) -> None:
+    def load_states(self, slots: Sequence[int], saved: Sequence[Any]) -> None:
         """Overwrite the linear states of ``slots`` with what ``save_states`` gave."""
         copied = [one for one in saved if isinstance(one, SavedState)]
         self._slots.cache.load_states(slots, copied)

@@ -71,6 +71,12 @@ def cache_keyword(module: Any, cache: Any) -> dict[str, Any]:
     return {_keyword_of(forward): cache}
 
 
+def cache_of(output: Any) -> Any:
+    """The cache in what a forward returned; None where it keeps none."""
+    names = (*CACHE_NAMES, "cache_params")
+    return next((output[name] for name in names if output.get(name) is not None), None)
+
+
 @functools.cache
 def _keyword_of(forward: Callable[..., Any]) -> str:
     return name_of_cache(forward) or CACHE_NAMES[_installed() < Version(5, 24)]

@@ -77,7 +77,7 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
     "axk1": MHA,
     "axk2": MHA,
     "bailing_hybrid": MHA,
-    "bamba": MAMBA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "blenderbot": {"encoder_layers": 4},
     "blenderbot-small": {"encoder_layers": 4},
     "cohere_compass_text": {
@@ -108,7 +108,7 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 2},
     "hunyuan_v1_dense": HEADS,
     "hunyuan_v1_moe": HEADS,
-    "jamba": {"mamba_dt_rank": 4},
+    "jamba": {"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": MHA,
     "lfm2": CONV,
     "lfm2_moe": CONV,

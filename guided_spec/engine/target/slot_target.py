@@ -1,4 +1,4 @@
-"""A target by its stock modules: one padded row of tokens for each text."""
+"""A target by its stock modules: a padded row of tokens for each text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from guided_spec.engine.target.rows import fed_rows, push_verified
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.models.text_lm import TextLM
 from guided_spec.ops.host import pad_ids
 
 
@@ -22,7 +23,7 @@ class SlotTarget:
 
     launches_at_once = False
 
-    def __init__(self, model: SlotLM, layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: SlotLM | TextLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
         self.states = HiddenStates()
 

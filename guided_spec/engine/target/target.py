@@ -14,6 +14,7 @@ from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.slot_lm import SlotLM
+from guided_spec.models.text_lm import TextLM
 
 
 class Target(Protocol):
@@ -60,5 +61,5 @@ def make_target(model: CausalLM, layers: tuple[int, ...] = ()) -> Target:
     """
     if isinstance(model, LineLM):
         return LineTarget(model, layers)
-    assert isinstance(model, SlotLM)
+    assert isinstance(model, SlotLM | TextLM)
     return SlotTarget(model, layers)

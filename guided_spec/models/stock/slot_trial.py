@@ -243,16 +243,26 @@ class SlotTrial:
     def _require_close(self, found: Tensor | None, expected: Tensor | None, where: str) -> None:
         assert found is not None
         assert expected is not None
-        errors = _errors(found.flatten(0, -2), expected.flatten(0, -2).to(found.device))
-        is_exact = self._model.dtype in (torch.float32, torch.float64)
-        if is_exact and torch.get_float32_matmul_precision() == "highest":
-            error, largest = float(errors.max()), LARGEST_ERROR
-        else:
-            error, largest = float(errors.median()), ROUGH_ERROR
-        if not error <= largest:  # nor is NaN
-            cause = self._cause or "for it does not keep to its masks and positions"
-            what = f"its logits {where} differ from its own by {error:.2g} of their size"
-            raise refusal(self._model, f"{what} and it would write other texts, {cause}")
+        require_close(self._model, found, expected, where, self._cause)
+
+
+def require_close(
+    model: PreTrainedModel, found: Tensor, expected: Tensor, where: str, cause: str = ""
+) -> None:
+    """Raises ModelError where logits [..., V] differ by more than rounding, or are no numbers.
+
+    cause: why they may; where: how they were computed.
+    """
+    errors = _errors(found.flatten(0, -2), expected.flatten(0, -2).to(found.device))
+    is_exact = model.dtype in (torch.float32, torch.float64)
+    if is_exact and torch.get_float32_matmul_precision() == "highest":
+        error, largest = float(errors.max()), LARGEST_ERROR
+    else:
+        error, largest = float(errors.median()), ROUGH_ERROR
+    if not error <= largest:  # nor is NaN
+        cause = cause or "for it does not keep to its masks and positions"
+        what = f"its logits {where} differ from its own by {error:.2g} of their size"
+        raise refusal(model, f"{what} and it would write other texts, {cause}")
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:
