@@ -183,7 +183,8 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     # ModernBERT calls its output head "decoder", and that is what transformers takes for one.
     is_head = stock.get_decoder() is stock.get_output_embeddings()
     found: nn.Module = stock.base_model if is_head else stock.get_decoder()
-    return found
+    # Llama 4's text model takes itself for its decoder.
+    return getattr(stock, "model", found) if found is model else found
 
 
 @contextmanager

@@ -111,6 +111,7 @@ class TextLM(WithoutBlocks):
         ):
             text = self._texts[slot] if start else KeptText()
             assert text.length == start, "a text continues where it ended"
+            text = self._caught_up(text)
             scores, states, after = self._read(text, row[:count], logits, hidden_layers)
             self._fed.append(_Fed(slot, text, row[:count], after))
             found.append((scores, states))
@@ -148,17 +149,21 @@ class TextLM(WithoutBlocks):
         for slot, text in zip(slots, saved, strict=True):
             self._texts[slot] = text
 
+    def _caught_up(self, text: KeptText) -> KeptText:
+        """The text, with its unread tokens read if they are many."""
+        if len(text.unread) <= MOST_UNREAD:
+            return text
+        past = self._run(_copied(text.past), list(text.unread), 1, ()).past
+        return KeptText(past, (), text.length)
+
     def _read(
         self, text: KeptText, token_ids: list[int], logits: LogitsKind, layers: tuple[int, ...]
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """(logits [n, V], hidden states [T, L * H], the cache behind) of tokens after ``text``."""
         if not token_ids:
             return None, None, None
-        past, unread = _copied(text.past), list(text.unread)
-        if len(unread) > MOST_UNREAD:
-            past, unread = self._run(past, unread, 1, ()).past, []
         wanted = {"all": len(token_ids), "last": 1, "none": 0}[logits]
-        found = self._run(past, [*unread, *token_ids], max(wanted, 1), layers)
+        found = self._run(_copied(text.past), [*text.unread, *token_ids], max(wanted, 1), layers)
         states = [one[-len(token_ids) :] for one in found.states]
         joined = torch.cat([one.to(self.device) for one in states], -1) if states else None
         return found.logits[-wanted:] if wanted else None, joined, found.past
@@ -259,23 +264,22 @@ class _Trial:
         for feeding in feedings:
             self._lm._feeding = feeding
             try:
-                found, texts = self._scores()
-                require_close(self._lm.model, found, own, "behind its own cache")
+                require_close(self._lm.model, self._scores(), own, "behind its own cache")
             except Exception:  # of every class, see ``errors_naming``
                 if feeding == feedings[-1]:
                     raise
             else:
                 break
-        sizes = [(text.length - len(text.unread), _nbytes(text.past)) for text in texts]
-        (first, small), (last, large) = sizes[0], sizes[-1]
-        token = max((large - small) // max(last - first, 1), 0)
-        return token, max(large - last * token, 0)
+        ids = self._ids[0].tolist()
+        lengths = (-(-len(ids) // 2), len(ids))
+        small, large = (_nbytes(self._lm._run(None, ids[:n], 1, ()).past) for n in lengths)
+        token = max(large - small, 0) // max(lengths[1] - lengths[0], 1)
+        return token, max(large - lengths[1] * token, 0)
 
-    def _scores(self) -> tuple[Tensor, list[KeptText]]:
-        """[2, N, V], and the first text after each piece."""
+    def _scores(self) -> Tensor:
+        """[2, N, V]."""
         texts, at = [KeptText(), KeptText()], 0
         scores: list[list[Tensor]] = [[], []]
-        states = []
         for staying, others in PIECES:
             stays = min(staying, self._ids.shape[1] - at)
             for row in range(2 if stays > 0 else 0):
@@ -285,9 +289,8 @@ class _Trial:
                 assert logits is not None
                 scores[row].append(logits[:stays])
                 texts[row] = _Fed(0, texts[row], fed, after).kept(stays)
-            states.append(texts[0])
             at += max(stays, 0)
-        return torch.stack([torch.cat(parts) for parts in scores]), states
+        return torch.stack([torch.cat(parts) for parts in scores])
 
 
 def _nbytes(part: Any) -> int:

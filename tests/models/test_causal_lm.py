@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM, make_causal_lm
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slots import SlotInputs
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import (
@@ -246,7 +247,7 @@ def test_layers_that_cannot_be_kept_in_slots_are_refused() -> None:
     model.config.layer_types = ["chunked_attention"] * 4
     model.config.attention_chunk_size = 8
     with pytest.raises(ModelError, match="model_type='llama': layers of type 'chunked_attention'"):
-        make_causal_lm(model, num_slots=1, max_length=8)
+        SlotLM(model, num_slots=1, max_length=8)
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_are_refused() -> None:

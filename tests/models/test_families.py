@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import make_causal_lm
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock import kv_cache
+from guided_spec.models.text_lm import TextLM
 from tests.models.families import (
     ENCODER,
     KINDS,
@@ -65,9 +67,13 @@ REFUSED = {
 }
 
 
-def refusal(model: PreTrainedModel, max_length: int = 80, **options: object) -> str:
+ALL_REFUSED = ("bert", "big_bird", "blt", "moshi", "openai-gpt", "rwkv", "xlnet")
+
+
+def refusal(model: PreTrainedModel, max_length: int = 80) -> str:
+    """Why it does not run over slots."""
     with pytest.raises(ModelError) as caught:
-        make_causal_lm(model, num_slots=2, max_length=max_length, **options)  # type: ignore[arg-type]
+        SlotLM(model, num_slots=2, max_length=max_length)
     return str(caught.value)
 
 
@@ -85,10 +91,17 @@ def test_these_write_what_generate_writes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", known(REFUSED))
-def test_these_are_refused_with_their_type_and_the_reason(family: str) -> None:
-    message = refusal(build_family(family))
-    assert message.startswith(f"model_type='{family.removesuffix(ENCODER)}': ")
+def test_these_do_not_run_over_slots_and_the_reason_is_named(family: str) -> None:
+    model, kind = build_family(family), family.removesuffix(ENCODER)
+    message = refusal(model)
+    assert message.startswith(f"model_type='{kind}': ")
     assert REFUSED[family] in message
+    if kind in ALL_REFUSED:
+        with pytest.raises(ModelError) as caught:
+            make_causal_lm(model, num_slots=2, max_length=80)
+        assert str(caught.value) == message
+    else:
+        assert isinstance(make_causal_lm(model, num_slots=2, max_length=80), TextLM)
 
 
 @pytest.mark.sweep
@@ -167,6 +180,8 @@ def test_half_precision_rounds_and_is_tried_all_the_same(dtype: torch.dtype) -> 
 def test_a_model_in_training_mode_is_told_so() -> None:
     model = build("llama", attention_dropout=0.5).train()
     assert "call model.eval()" in refusal(model)
+    with pytest.raises(ModelError, match="call model.eval"):
+        make_causal_lm(model, num_slots=1, max_length=80)
 
 
 def test_a_table_of_positions_that_is_too_short_is_named() -> None:
@@ -174,6 +189,8 @@ def test_a_table_of_positions_that_is_too_short_is_named() -> None:
     make_causal_lm(model, num_slots=1, max_length=512)
     assert "row 512 of an embedding of 512 rows" in refusal(model, 513)
     assert "row 599 of an embedding of 512 rows" in refusal(model, 600)
+    with pytest.raises(ModelError, match="row 512"):
+        make_causal_lm(model, num_slots=1, max_length=513)
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
@@ -181,6 +198,8 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = torch.nan
     assert "differ from its own by nan" in refusal(model)
+    with pytest.raises(ModelError, match="by nan"):
+        make_causal_lm(model, num_slots=1, max_length=80)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gemma3"])

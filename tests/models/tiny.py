@@ -127,6 +127,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdpa",
     ),
     "bitnet": ("BitNetConfig", {}, "sdpa"),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
+        "sdpa",
+    ),
+    "mamba": ("MambaConfig", {"state_size": 8}, "eager"),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+        "sdpa",
+    ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "sdpa"),
 }
 
