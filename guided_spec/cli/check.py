@@ -1,4 +1,4 @@
-"""``guided-spec check``: does a schema compile, and what would be enforced of it?"""
+"""``guided-spec check``: does a schema or grammar compile, and what would be enforced of it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST_LINE = 100  # columns of a sentence
 
 
 def check(
-    schema: Annotated[Path, typer.Argument(help="JSON schema file; - reads standard input.")],
+    schema: Annotated[Path, typer.Argument(help="JSON schema (- is stdin), .gbnf or .lark file.")],
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of a model.")] = None,
     grammar_backend: Annotated[
         str, typer.Option(help="xgrammar, llguidance, auto, or a registered one.")
@@ -47,7 +47,7 @@ def check(
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
-    """Compile a schema, and say what would be enforced.
+    """Compile a schema or grammar, and say what would be enforced.
 
     The exit code is 1 if it does not compile, and if a table differs from its matcher.
     """
@@ -57,31 +57,43 @@ def check(
         from guided_spec.cli.verdict import report_schema
 
         report = report_schema(spec, tokenizer, grammar_backend, steps if table else None)
-    print_json(report) if as_json else _print(report)
+    print_json(report) if as_json else _print(report, is_schema=spec.is_json)
     if report["error"] is not None or (report["table"] or {}).get("equal") is False:
         raise typer.Exit(1)
 
 
 def _spec(schema: Path, resources: list[Path], options: dict[str, Any]) -> GrammarSpec:
+    text = read_text("SCHEMA", schema)
+    if schema.suffix in (".gbnf", ".ebnf"):
+        return GrammarSpec.ebnf(text)
+    if schema.suffix == ".lark":
+        return GrammarSpec.lark(text)
     known = {path.name: read_json("--resource", path) for path in resources}
-    spec = GrammarSpec.json_schema(read_text("SCHEMA", schema), resources=known)
-    return replace(spec, **options)
+    return replace(GrammarSpec.json_schema(text, resources=known), **options)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], *, is_schema: bool) -> None:
     for finding in report["findings"]:
         _print_finding(finding)
     if report["compiles"]:
         took = f"compiles with {report['backend']} in {report['seconds']:.3f} s"
+        if not is_schema:
+            typer.echo(took)
+            _print_table(report)
+            return
         promise = "every output will validate"
         if not report["validates"]:
             promise = "outputs may break what is of level error above"
         typer.echo(f"{took}; {promise}")
         typer.echo(f"additional_properties={report['additional_properties']}: {_keys_of(report)}")
-        if report["table"] is not None:
-            typer.echo(_wrapped(_table_of(report["table"]), min(stdout().width, LONGEST_LINE)))
+        _print_table(report)
     else:
         typer.echo(f"{report['error']['type']}: {report['error']['message']}")
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    if report["table"] is not None:
+        typer.echo(_wrapped(_table_of(report["table"]), min(stdout().width, LONGEST_LINE)))
 
 
 def _table_of(table: dict[str, Any]) -> str:

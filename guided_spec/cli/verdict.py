@@ -14,7 +14,10 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.llguidance_schema import narrower_scalars
+from guided_spec.grammar.backends.redundancy import redundancies_of
+from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -37,7 +40,8 @@ def report_schema(
 ) -> dict[str, Any]:
     """Compile it and say what would be enforced of it.
 
-    spec: of kind ``json_schema``. tokenizer: a hub id or folder; None is the bundled model's.
+    spec: a schema; or EBNF or Lark, of which all is enforced. tokenizer: a hub id or folder; None
+        is the bundled model's.
     table_steps: tokens of the random texts on which its table is compared; None for no table.
 
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
@@ -52,17 +56,24 @@ def report_schema(
     left_out = spec.unsupported == "warn" and any(entry.level == "error" for entry in findings)
     return {
         "compiles": error is None,
-        "backend": compiled.backend if isinstance(compiled, NotedGrammar) else None,
+        "backend": _backend_of(compiled),
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "seconds": seconds,
         "validates": error is None and not left_out,
         "additional_properties": spec.additional_properties,
-        "left_open": _left_open(spec) if error is None else [],
+        "left_open": _left_open(spec) if error is None and spec.is_json else [],
         "findings": [finding._asdict() for finding in findings],
         "table": _table(compiled, vocabulary, table_steps)
         if table_steps is not None and not isinstance(compiled, GrammarCompileError)
         else None,
     }
+
+
+def _backend_of(compiled: CompiledGrammar | GrammarCompileError) -> str | None:
+    if isinstance(compiled, NotedGrammar):
+        return compiled.backend
+    kinds = {XGrammarGrammar: "xgrammar", LLGuidanceGrammar: "llguidance"}
+    return next((name for kind, name in kinds.items() if isinstance(compiled, kind)), None)
 
 
 def _table(compiled: CompiledGrammar, vocabulary: Vocabulary, steps: int) -> dict[str, Any]:
@@ -119,6 +130,14 @@ def _findings(
     spec: GrammarSpec, compiled: CompiledGrammar | GrammarCompileError, asked: str
 ) -> list[Unenforced]:
     """About xgrammar, llguidance or both, as it was compiled; nothing is known about others."""
+    if not spec.is_json:
+        if isinstance(compiled, GrammarCompileError):
+            return []
+        slow = "so masks take longer, the longer the text is"
+        return [
+            Unenforced(one.rule, "rule", f"{one.reason}, {slow}", one.fix, "warning")
+            for one in redundancies_of(compiled)
+        ]
     backend = compiled.backend if isinstance(compiled, NotedGrammar) else asked
     if backend not in ("auto", "llguidance", "xgrammar"):
         return []

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarCompileError, GrammarError, GrammarWorkerError
 from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.redundancy import redundancies_of
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.rule_endings import ReadRules
@@ -43,6 +44,7 @@ from guided_spec.home import Home, Homebound
 _LOG = logging.getLogger(__name__)
 
 _OWN_BYTES = 4096  # what an entry costs in addition to its source and its grammar
+_MOST_LOOKED_AT = 20_000  # characters of EBNF that are searched for several readings of a text
 _LATER = 64  # requests after which a grammar is weighed again, since its use makes it grow
 
 
@@ -296,6 +298,9 @@ class GrammarCompileQueue(Homebound):
         else:
             seconds = time.perf_counter() - began
             _LOG.info("compiled a %s in %.3f s: %d bytes", spec.kind, seconds, size)
+            if spec.kind == "ebnf" and len(spec.source) <= _MOST_LOOKED_AT:
+                for one in redundancies_of(grammar):
+                    _LOG.warning("%s: %s, which is slow; %s", one.rule, one.reason, one.fix)
             entry.own_bytes = size + len(spec.source)
             entry.future.set_result(grammar)
         with self._lock:

@@ -202,9 +202,7 @@ def stock_lm(model: PreTrainedModel, num_slots: int, max_length: int) -> SlotLM 
     try:
         return SlotLM(model, num_slots, max_length)
     except ModelError as error:
-        if isinstance(
-            error.__cause__, IndexError
-        ):  # positions that a short text does not reach
+        if isinstance(error.__cause__, IndexError):  # positions that a short text does not reach
             raise
         try:
             return TextLM(model, num_slots, max_length, str(error))
