@@ -23,6 +23,7 @@ from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.regex import spend_on_search, to_fullmatch
+from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import StepsSpentError, limit_steps, spend, spend_on_value
 from tests.masks.walks import BYTES, accepts
@@ -95,7 +96,6 @@ DEAR: dict[str, Any] = {
     "at most 10**6": {"contains": {"type": "integer"}, "minContains": 10**5, "maxContains": 10**6},
     "contains in contains": nested_contains(5),
     "oneOf of references": levels(9, "oneOf"),
-    "anyOf of references": levels(14, "anyOf"),
     "unevaluated in references": {"unevaluatedProperties": False, **levels(6, "allOf", width=6)},
     "a tree of oneOf": {"properties": {f"k{i}": _TREE for i in range(3)}, "required": ["k0"]},
     "conditions": conditions(6),
@@ -131,6 +131,12 @@ DEAR: dict[str, Any] = {
 def test_what_runs_away_ends_at_the_limit(name: str) -> None:
     with pytest.raises(StepsSpentError), limit_steps(MOST):
         prepare(DEAR[name])
+
+
+@pytest.mark.parametrize("count", [14, 60])
+def test_references_that_are_joined_at_each_level_do_not_run_away(count: int) -> None:
+    with limit_steps(10 * MOST):
+        prepare_schema(levels(count, "anyOf"))
 
 
 def test_a_count_is_seen_before_anything_is_made_of_it() -> None:

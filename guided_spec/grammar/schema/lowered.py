@@ -48,7 +48,17 @@ class Report:
     """Collects entries during one traversal, each once."""
 
     def __init__(self) -> None:
-        self.entries: list[Unenforced] = []
+        self._found: dict[Unenforced, None] = {}
+
+    @property
+    def entries(self) -> list[Unenforced]:
+        """In the order in which they came."""
+        return list(self._found)
+
+    def include(self, entries: Iterable[Unenforced]) -> None:
+        """Add what is known before."""
+        for entry in entries:
+            self._add(entry)
 
     def error(self, pointer: str, keyword: str, reason: str, fix: str) -> None:
         """Add a keyword that generated text might break."""
@@ -59,9 +69,8 @@ class Report:
         self._add(Unenforced(pointer, keyword, reason, fix, "note"))
 
     def _add(self, entry: Unenforced) -> None:
-        spend(1 + len(self.entries) // 16)
-        if entry not in self.entries:
-            self.entries.append(entry)
+        spend(2)
+        self._found.setdefault(entry)
 
 
 def is_narrowed(entries: Sequence[Unenforced]) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.formats import FORMATS, format_within
 from guided_spec.grammar.regex import fits_length, to_fullmatch, to_search
-from guided_spec.grammar.schema.joining import any_of, conflict, holds, merge
+from guided_spec.grammar.schema.joining import any_of, conflict, holds, merge, text_of
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
@@ -301,6 +301,7 @@ _KEPT = frozenset(
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 )
 _MAX_DEPTH = 64
+_MANY_JOINS = 10  # levels of schemas in each other, from which on joined ones are written once
 
 
 def _rewrite_typed(own: dict[str, Any], pointer: str, report: Report, rewrite: Rewrite) -> Any:
@@ -387,22 +388,39 @@ def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") ->
 
 def normalize(lowered: Lowered) -> Lowered:
     """A schema rewritten for the backend, with what could not be kept. A new value each time."""
-    rewriting = _Rewriting(lowered.schema)
-    rewriting.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
-    return rewriting.run()
+    empty: frozenset[str] = frozenset()
+    while True:
+        rewriting = _Rewriting(lowered.schema, empty)
+        rewriting.report.include(entry._replace(by_backend=False) for entry in lowered.entries)
+        found = rewriting.run()
+        if rewriting.empty == empty:
+            return found
+        empty = rewriting.empty  # something refers to them
 
 
 class _Rewriting:
-    """One pass over one schema."""
+    """One pass over one schema.
 
-    def __init__(self, root: Any) -> None:
+    empty: texts of joined schemas that have no value; ``run`` adds those that it finds.
+    """
+
+    def __init__(self, root: Any, empty: frozenset[str]) -> None:
         self.root = root
+        self.empty = empty
+        self._is_far = False  # in what is written once
+        self._waiting: list[tuple[str, Any, str]] = []  # joined: text, schema, pointer
         self.report = Report()
-        self.names: dict[str, str] = {}  # reference -> name under $defs
+        self.names: dict[str, str] = {}  # reference, or text of a schema -> name under $defs
         self.definitions: dict[str, Any] = {}
 
     def run(self) -> Lowered:
         schema = self.rewrite(self.root, "", 0)
+        self._is_far = True
+        while self._waiting:
+            text, joined, pointer = self._waiting.pop()
+            self.definitions[self.names[text]] = self.rewrite(joined, pointer, 0)
+            if self.definitions[self.names[text]] is False:
+                self.empty |= {text}
         if not has_finite_value(schema, self.definitions):
             schema = False
         if self.definitions:
@@ -422,6 +440,28 @@ class _Rewriting:
         spend(_OF_SCHEMA + len(schema) + len(schema.get("properties", ())))
         own = {key: value for key, value in schema.items() if key in _KEPT}
         return self._dispatch(own, pointer, depth + 1)
+
+    def _joined(self, schema: Any, pointer: str, depth: int) -> Any:
+        """The spelling of what several schemas say of one value.
+
+        Schemas that refer to themselves beside others join the same ones again and again. Far
+        inside, each is written once, and referred to.
+        """
+        is_far = self._is_far or depth >= _MANY_JOINS
+        if not is_far or not isinstance(schema, dict):
+            return self.rewrite(schema, pointer, depth)
+        text = text_of(schema)
+        if text in self.empty:
+            return False
+        if text not in self.names:
+            self.names[text] = f"r{len(self.names)}"
+            self._waiting.append((text, schema, pointer))
+        return self._referring(text)
+
+    def _referring(self, key: str) -> Any:
+        """To a definition, by its key in ``names``; False where it has no value."""
+        name = self.names[key]
+        return False if self.definitions.get(name) is False else {"$ref": f"#/$defs/{name}"}
 
     def _dispatch(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
         if "allOf" in own:
@@ -450,7 +490,7 @@ class _Rewriting:
                 self.report.error(pointer, keyword, reason, fix)
                 return {}
             joined = merged
-        return self.rewrite(joined, pointer, depth)
+        return self._joined(joined, pointer, depth)
 
     def _reference(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
         reference = own["$ref"]
@@ -462,7 +502,7 @@ class _Rewriting:
                 names = ", ".join(rest)
                 self.report.error(pointer, "$ref", f"the backend ignores {names} beside it", fix)
                 return {}
-            return self.rewrite(merged, pointer, depth)
+            return self._joined(merged, pointer, depth)
         target = self._resolve(reference)
         if target is None:
             reason = f"{reference!r} is not found in the schema, and nothing is fetched"
@@ -471,9 +511,7 @@ class _Rewriting:
         if reference not in self.names:
             self.names[reference] = f"r{len(self.names)}"
             self.definitions[self.names[reference]] = self.rewrite(target, reference[1:], 0)
-        if self.definitions.get(self.names[reference]) is False:
-            return False
-        return {"$ref": f"#/$defs/{self.names[reference]}"}
+        return self._referring(reference)
 
     def _values(self, own: dict[str, Any], pointer: str) -> Any:
         keyword = "const" if "const" in own else "enum"
@@ -506,7 +544,7 @@ class _Rewriting:
                 return {}
             branches.append(joined)
         parts = [
-            self.rewrite(branch, f"{pointer}/anyOf/{index}", depth)
+            (self._joined if rest else self.rewrite)(branch, f"{pointer}/anyOf/{index}", depth)
             for index, branch in enumerate(branches)
         ]
         parts = [part for part in parts if part is not False]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,6 @@ UNENFORCEABLE = [
     ({"properties": {"a": {}}, "patternProperties": {"a": {}}}, "", "patternProperties"),
     ({"properties": {"a": {}}, "propertyNames": {"maxLength": 3}}, "", "patternProperties"),
     ({"const": 2**60}, "", "const"),
-    ({"enum": [1, 2], "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#"}}}, "", ""),
 ]
 
 
@@ -129,9 +129,9 @@ UNENFORCEABLE = [
 def test_what_would_be_ignored_is_reported(schema: Any, pointer: str, keyword: str) -> None:
     errors = [entry for entry in find_unenforced(schema) if entry.level == "error"]
     found = [(entry.pointer, entry.keyword) for entry in errors]
-    assert (pointer, keyword) in found or (not keyword and errors)
+    assert (pointer, keyword) in found
     assert all(entry.reason and entry.fix for entry in errors)
-    with pytest.raises(UnsupportedSchemaError, match=re.escape(keyword or "nested")):
+    with pytest.raises(UnsupportedSchemaError, match=re.escape(keyword)):
         BACKEND.compile(GrammarSpec.json_schema(schema))
 
 
@@ -301,3 +301,51 @@ def test_deep_schemas_end_in_an_error_not_a_crash() -> None:
     for _ in range(200):
         schema = {"items": schema}
     assert "nested too deeply" in str(find_unenforced(schema))
+
+
+NODE: dict[str, Any] = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "size": {"type": "integer"},
+                "first": {"allOf": [{"$ref": "#/$defs/node"}, {"required": ["name"]}]},
+                "second": {"$ref": "#/$defs/node", "properties": {"size": {"minimum": 3}}},
+            },
+            "anyOf": [{"required": ["name"]}, {"required": ["size"]}],
+        }
+    },
+}
+
+
+def nested(keys: Sequence[str], inside: dict[str, Any]) -> dict[str, Any]:
+    for key in reversed(keys):
+        inside = {"name": "a", "size": 5, key: inside}
+    return inside
+
+
+@pytest.mark.parametrize("depth", [1, 3, 12, 30])
+def test_schemas_that_are_joined_again_and_again_hold_at_every_depth(depth: int) -> None:
+    """They refer to themselves beside others; written out, they would double at each level."""
+    grammar = BACKEND.compile(GrammarSpec.json_schema(NODE))
+    validator = jsonschema.Draft202012Validator(NODE)
+    for last in ("first", "second"):
+        for inside in ({"name": "b"}, {"size": 4}, {"size": 2}, {"name": "b", "size": 2}, {}):
+            keys = [("first", "second")[at % 2] for at in range(depth - 1)] + [last]
+            value = nested(keys, inside)
+            text = json.dumps(value, ensure_ascii=False)
+            assert accepts(grammar, text) == validator.is_valid(value), (last, inside)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1, 2], "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#"}}},
+        {"minLength": 2, "$ref": "#/$defs/x", "$defs": {"x": {"maxLength": 5, "$ref": "#"}}},
+    ],
+)
+def test_schemas_that_only_refer_to_themselves_have_no_value(schema: Any) -> None:
+    with pytest.raises(UnsatisfiableGrammarError):
+        BACKEND.compile(GrammarSpec.json_schema(schema))
