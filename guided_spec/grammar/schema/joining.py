@@ -126,13 +126,19 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
 
 
 def _pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any] | None:
-    """The alternatives of two lists that both hold; None where they are many, or unclear."""
+    """The alternatives of two lists that both hold; None where they are many.
+
+    Those that cannot be joined here, such as references, stand side by side.
+    """
     if len(one) * len(other) > _MOST_PAIRS:
         return None
-    merged = [merge(left, right) for left, right in itertools.product(one, other)]
-    if any(option is None for option in merged):
-        return None
+    merged = [_merged_or_both(*pair) for pair in itertools.product(one, other)]
     return [option for option in merged if option is not False] or [False]
+
+
+def _merged_or_both(one: Any, other: Any) -> Any:
+    merged = merge(one, other)
+    return {"allOf": [one, other]} if merged is None else merged
 
 
 def canonical(value: Any) -> Hashable:

@@ -517,7 +517,7 @@ class _Rewriting:
         keyword = "const" if "const" in own else "enum"
         rest = {k: v for k, v in own.items() if k != keyword}
         values = [own["const"]] if keyword == "const" else own["enum"]
-        kept = keep_valid(values, rest) if rest else values
+        kept = keep_valid(values, rest, self.root) if rest else values
         spend_on_value(values)
         if kept is None:
             reason = f"the backend ignores {', '.join(rest)} beside it"

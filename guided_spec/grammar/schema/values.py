@@ -176,11 +176,16 @@ def constant(value: Any) -> dict[str, Any]:
     return {"enum": [value]}
 
 
-def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
-    """The values that are valid under ``schema``; None if it refers elsewhere."""
-    if '"$ref"' in text_of(schema):
+def keep_valid(
+    values: list[Any], schema: dict[str, Any], root: dict[str, Any] | None = None
+) -> list[Any] | None:
+    """The values that are valid under ``schema``.
+
+    root: in which its references are looked up. None if it has some and there is no root.
+    """
+    if root is None and '"$ref"' in text_of(schema):
         return None
-    check = ValueCheck(schema)
+    check = ValueCheck(schema if root is None else root)
     return [value for value in values if check.is_valid(value, schema)]
 
 

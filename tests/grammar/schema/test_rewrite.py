@@ -349,3 +349,49 @@ def test_schemas_that_are_joined_again_and_again_hold_at_every_depth(depth: int)
 def test_schemas_that_only_refer_to_themselves_have_no_value(schema: Any) -> None:
     with pytest.raises(UnsatisfiableGrammarError):
         BACKEND.compile(GrammarSpec.json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {  # alternatives that are references, beside others
+            "anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}],
+            "allOf": [{"anyOf": [{"$ref": "#/$defs/b"}, {"minimum": 3}]}],
+            "$defs": {
+                "a": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}},
+                    "required": ["x"],
+                },
+                "b": {"type": "object", "properties": {"y": {"type": "string"}}, "required": ["y"]},
+            },
+        },
+        {  # values that references judge
+            "enum": ["a", "bb", 1, None, {"x": 1}],
+            "anyOf": [{"$ref": "#/$defs/short"}, {"$ref": "#/$defs/object"}],
+            "$defs": {
+                "short": {"type": ["string", "null"], "maxLength": 1},
+                "object": {"type": "object", "required": ["x"]},
+            },
+        },
+    ],
+)
+def test_references_beside_alternatives_and_values(schema: Any) -> None:
+    grammar = BACKEND.compile(GrammarSpec.json_schema(schema, additional_properties="schema"))
+    validator = jsonschema.Draft202012Validator(schema)
+    values = [
+        "a",
+        "bb",
+        1,
+        3,
+        5,
+        None,
+        True,
+        {},
+        {"x": 1},
+        {"y": "b"},
+        {"x": 1, "y": "b"},
+        {"x": "a"},
+    ]
+    for value in values:
+        assert accepts(grammar, json.dumps(value)) == validator.is_valid(value), value
