@@ -27,7 +27,7 @@ from guided_spec.grammar.schema.lowered import Unenforced, close_objects
 from guided_spec.grammar.schema.misspelt import misspelt
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import find_unenforced
-from guided_spec.grammar.schema.unique import has_unique_items
+from guided_spec.grammar.schema.unique.positions import has_unique_items
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
 from guided_spec.grammar.text.unique_keys import NotedGrammar

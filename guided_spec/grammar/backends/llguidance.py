@@ -49,7 +49,8 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
 from guided_spec.grammar.schema.prepare import lower_checked
-from guided_spec.grammar.schema.unique import item_rules
+from guided_spec.grammar.schema.sharing import share_joined
+from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.text.parts import TextParts
@@ -112,7 +113,14 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         if spec.kind == "structural_tag":
             return self._compile_tag(document)
         prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
-        grammar = self._compile_in_order(document, prepared)
+        try:
+            grammar = self._compile_in_order(document, prepared)
+        except UnsupportedSchemaError:
+            shared = share_joined(document.lowered.schema) if spec.is_json else None
+            if shared is None:
+                raise
+            prepared = prepare_for_llguidance(document.lowered._replace(schema=shared))
+            grammar = self._compile_in_order(document, prepared)
         if spec.key_order == "any":
             grammar = self._in_any_order(spec, prepared, grammar)
         if not spec.is_json:

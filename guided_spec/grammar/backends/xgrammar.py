@@ -29,7 +29,7 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
-from guided_spec.grammar.schema.unique import item_rules
+from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND

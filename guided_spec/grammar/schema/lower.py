@@ -25,7 +25,7 @@ from guided_spec.grammar.schema.lowered import (
 )
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
 from guided_spec.grammar.schema.rivals import find_rivals
-from guided_spec.grammar.schema.unique import judge_unique_items
+from guided_spec.grammar.schema.unique.positions import judge_unique_items
 from guided_spec.grammar.schema.values import unique_arrays
 from guided_spec.grammar.steps import spend
 

@@ -25,7 +25,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.recipe import ItemRule, RecipeGrammar
 from guided_spec.grammar.schema.joining import canonical
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.unique import item_rules
+from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.item_state import START, ItemState, advance
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
@@ -545,3 +545,30 @@ def test_listed_values_with_parts_run_out(name: str, items: Any) -> None:
                 break
             written.append(token_id)
         jsonschema.validate(json.loads(written), schema)
+
+
+@pytest.mark.parametrize(
+    ("items", "is_taken"),
+    [
+        (
+            {
+                "type": ["string", "object"],
+                "anyOf": [{"enum": ["a", "b", {}]}, {"minProperties": 1}],
+            },
+            True,
+        ),
+        ({"allOf": [{"$ref": "#/$defs/short"}, {"type": "string"}]}, True),
+        ({"allOf": [{"$ref": "#/$defs/short"}, {"enum": ["a"]}]}, False),
+    ],
+)
+def test_values_of_joined_items_are_counted(items: Any, *, is_taken: bool) -> None:
+    """Two different items are asked for: are there two that the item's schema surely has?"""
+    schema = {
+        "type": "array",
+        "items": items,
+        "minItems": 2,
+        "uniqueItems": True,
+        "$defs": {"short": {"type": ["string", "null"], "maxLength": 1}},
+    }
+    errors = [one for one in lower(schema).entries if one.level == "error"]
+    assert (errors == []) == is_taken, errors

@@ -9,24 +9,19 @@ the schema itself has to show that there are enough different ones.
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.recipe import ItemRule, ItemRules
-from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.lowered import Unenforced, all_parts, change_parts, unescape
+from guided_spec.grammar.schema.unique.amounts import Amounts, listed_in, of_index, text_of_item
 from guided_spec.grammar.schema.values import values_within
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _MOST_PLACES = 4_096
 _OF_PLACE = 16  # steps
 _DEPTH = 12
-_ENOUGH = 10**6  # values: more are not told apart
 _ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _OF_STRINGS = frozenset({"pattern", "maxLength", "format"})
 _COUNTS = frozenset({"minProperties", "maxProperties"})
@@ -37,7 +32,6 @@ _SIDES = (
 )
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LONGEST_NUMBER = 12  # characters
-_LOOKS = re.compile(r"\(\?(?:[=!]|<[=!]|\()")  # at what comes next, or came before
 
 
 def has_unique_items(schema: Any) -> bool:
@@ -209,7 +203,7 @@ class _Positions:
     def _rule(self, place: _Position) -> ItemRule:
         nodes = place.nodes
         names = dict.fromkeys(name for node in nodes for name in node.get("properties", ()))
-        listed = [value for node in nodes for value in _listed(node) or ()]
+        listed = [value for node in nodes for value in listed_in(node) or ()]
         names |= dict.fromkeys(key for value in listed if isinstance(value, dict) for key in value)
         spend(len(names) * len(nodes))
         keys = {
@@ -222,7 +216,7 @@ class _Positions:
         lengths = [len(node.get("prefixItems", ())) for node in nodes]
         lengths += [len(value) for value in listed if isinstance(value, list)]
         prefix = tuple(
-            self._position([one(node, at) for node in nodes for one in (_of_index, self._part)])
+            self._position([one(node, at) for node in nodes for one in (of_index, self._part)])
             for at in range(max(lengths, default=0))
         )
         items = self._position([node["items"] for node in nodes if "items" in node])
@@ -233,10 +227,10 @@ class _Positions:
 
     def _part(self, node: dict[str, Any], at: str | int) -> Any:
         """The schema of what the listed values of a node hold at a key or index; None for none."""
-        if _listed(node) is None:
+        if listed_in(node) is None:
             return None
         if (id(node), at) not in self._parts:
-            found = [*_values_at(_listed(node) or (), at)]
+            found = [*_values_at(listed_in(node) or (), at)]
             self._parts[id(node), at] = {"enum": found} if found else None
         return self._parts[id(node), at]
 
@@ -246,7 +240,7 @@ class _Positions:
             return True
         if depth > _DEPTH:
             return False
-        values = _listed(node)
+        values = listed_in(node)
         if values is not None:
             return not any(_has_equal(value) for value in values)
         if "$ref" in node and self._asks(self._target(node), depth + 1):
@@ -271,7 +265,7 @@ class _Positions:
         if any(_is_joined(node) for node in place.nodes):
             yield "minItems asks for several items of joined schemas", "write them as one schema"
             return
-        amounts = _Amounts(self._target)
+        amounts = Amounts(self._target)
         for node in arrays:
             for reason in amounts.lacking(node, length):
                 yield reason, "allow more values for each item, or set minItems to 1"
@@ -299,13 +293,8 @@ def _values_at(values: Sequence[Any], at: str | int) -> Iterator[Any]:
     return (value[at] for value in values if isinstance(value, list) and at < len(value))
 
 
-def _of_index(node: dict[str, Any], index: int) -> Any:
-    prefix = node.get("prefixItems", ())
-    return prefix[index] if index < len(prefix) else node.get("items")
-
-
 def _may_be_array(node: dict[str, Any]) -> bool:
-    values = _listed(node)
+    values = listed_in(node)
     if values is not None:
         return any(isinstance(value, list) for value in values)
     return "array" in node.get("type", "array")
@@ -314,7 +303,7 @@ def _may_be_array(node: dict[str, Any]) -> bool:
 def _has_free_strings(nodes: Sequence[dict[str, Any]]) -> bool:
     """Whether a string that has begun can always go on to infinitely many."""
     for node in nodes:
-        values = _listed(node)
+        values = listed_in(node)
         if values is not None and any(isinstance(value, str) for value in values):
             return False
         if "string" in node.get("type", "string") and not _OF_STRINGS.isdisjoint(node):
@@ -334,16 +323,16 @@ def _is_endless(node: dict[str, Any], *, has_free_strings: bool) -> bool:
     if not node:
         return True
     types = node.get("type", ())
-    if types == "object" and _COUNTS.isdisjoint(node) and _listed(node) is None:
+    if types == "object" and _COUNTS.isdisjoint(node) and listed_in(node) is None:
         listed = node.get("properties", {})
         is_open = not listed and "patternProperties" not in node
         is_open = is_open and node.get("additionalProperties", True) in (True, {})
         return is_open or {"type": "string"} in listed.values()
     if "string" in types and has_free_strings:
-        return _listed(node) is None
+        return listed_in(node) is None
     has_low, has_high = (not bounds.isdisjoint(node) for bounds in _SIDES)
     is_bounded = (has_low and has_high) or "multipleOf" in node
-    return ("integer" in types or "number" in types) and not is_bounded and _listed(node) is None
+    return ("integer" in types or "number" in types) and not is_bounded and listed_in(node) is None
 
 
 def _is_joined(node: dict[str, Any]) -> bool:
@@ -353,12 +342,8 @@ def _is_joined(node: dict[str, Any]) -> bool:
     return not _ARRAY.isdisjoint(node) and not {"$ref", "anyOf"}.isdisjoint(node)
 
 
-def _listed(node: dict[str, Any]) -> list[Any] | None:
-    return [node["const"]] if "const" in node else node.get("enum")
-
-
 def _repeats(node: dict[str, Any]) -> bool:
-    values = _listed(node)
+    values = listed_in(node)
     return values is not None and any(map(_has_equal, values))
 
 
@@ -366,27 +351,16 @@ def _has_equal(value: Any) -> bool:
     """Whether an array in a value has equal items."""
     spend_on_value(value)
     return any(
-        isinstance(part, list) and len(set(map(_text, part))) < len(part)
+        isinstance(part, list) and len(set(map(text_of_item, part))) < len(part)
         for part in values_within(value)
     )
-
-
-def _text(value: Any) -> str:
-    """The same for equal values."""
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(key)}:{_text(value[key])}' for key in sorted(value))}}}"
-    return json.dumps(value)
 
 
 def _long_numbers(place: _Position) -> Iterator[tuple[str, str]]:
     """Of what is inside of an array of unique items: its numbers have few digits."""
     for node in place.nodes:
         numbers = [node[name] for name in _BOUNDS if name in node]
-        numbers += [part for value in _listed(node) or () for part in values_within(value)]
+        numbers += [part for value in listed_in(node) or () for part in values_within(value)]
         for number in numbers:
             if isinstance(number, float) and not _is_short(number):
                 reason = f"{number!r} has too many digits for items that are compared"
@@ -395,201 +369,3 @@ def _long_numbers(place: _Position) -> Iterator[tuple[str, str]]:
 
 def _is_short(number: float) -> bool:
     return len(repr(number)) <= _LONGEST_NUMBER and "e" not in repr(number)
-
-
-class _Amount(NamedTuple):
-    """least: a number of different values that there surely are. values: all, if these are few."""
-
-    least: float
-    values: frozenset[str] | None = None
-
-
-_NONE = _Amount(0, frozenset())
-
-
-class _Amounts:
-    """How many different values lowered schemas have at least. target: of a reference."""
-
-    def __init__(self, target: Callable[[dict[str, Any]], Any]) -> None:
-        self._target = target
-
-    def lacking(self, node: dict[str, Any], length: int) -> Iterator[str]:
-        """Which of the first ``length`` items may have no value left, whatever comes before."""
-        before: list[_Amount] = []
-        if "items" not in node and "prefixItems" not in node:
-            return
-        for at in range(int(min(length, node.get("maxItems", length)))):
-            item = _of_index(node, at)
-            found = self._of({} if item is None else item, 0)
-            if found.least >= _ENOUGH and at >= len(node.get("prefixItems", ())):
-                return
-            taken = sum(not _are_apart(found, other) for other in before)
-            if taken and found.least <= taken:
-                yield f"item {at + 1} may have no value left, of the {found.least:g} that are known"
-                return
-            before.append(found)
-
-    def _of(self, node: Any, depth: int) -> _Amount:
-        spend(_OF_PLACE)
-        if node is True or node == {}:
-            return _Amount(math.inf)
-        if not isinstance(node, dict) or depth > _DEPTH or "allOf" in node:
-            return _NONE if node is False else _Amount(0)
-        values = _listed(node)
-        if values is not None:
-            return _of_listed(node, values)
-        if "$ref" in node:
-            return self._of(self._target(node), depth + 1) if len(node) == 1 else _Amount(0)
-        if "anyOf" in node:
-            return self._of_options(node, depth)
-        types = node.get("type", ["string"] if "pattern" in node else ())
-        kinds = [types] if isinstance(types, str) else types
-        return _either([self._of_kind(kind, node, depth) for kind in kinds])
-
-    def _of_options(self, node: dict[str, Any], depth: int) -> _Amount:
-        if node.keys() - {"anyOf", "title", "description", "default", "$comment"}:
-            return _Amount(0)
-        return _either([self._of(part, depth + 1) for part in node["anyOf"]])
-
-    def _of_kind(self, kind: str, node: dict[str, Any], depth: int) -> _Amount:
-        match kind:
-            case "null":
-                return _Amount(1, frozenset({"null"}))
-            case "boolean":
-                return _Amount(2, frozenset({"true", "false"}))
-            case "string":
-                return _of_string(node)
-            case "integer" | "number":
-                return _of_number(kind, node)
-            case "array":
-                return self._of_array(node, depth)
-        return self._of_object(node, depth)
-
-    def _of_array(self, node: dict[str, Any], depth: int) -> _Amount:
-        high = node.get("maxItems", math.inf)
-        if "prefixItems" in node or node.get("minItems", 0) > 1 or high < 1:
-            return _Amount(0)
-        return _Amount(self._of(node.get("items", {}), depth + 1).least)
-
-    def _of_object(self, node: dict[str, Any], depth: int) -> _Amount:
-        if "minProperties" in node or "maxProperties" in node:
-            return _Amount(0)
-        listed, required = node.get("properties", {}), node.get("required", ())
-        if not listed and not required and "patternProperties" not in node:
-            is_open = node.get("additionalProperties", True) in (True, {})
-            return _Amount(math.inf if is_open else 1)
-        found = {name: self._of(part, depth + 1).least for name, part in listed.items()}
-        if any(found.get(name, 0) == 0 for name in required):
-            return _Amount(0)
-        return _Amount(max(found.values(), default=1))
-
-
-def _of_listed(node: dict[str, Any], values: Sequence[Any]) -> _Amount:
-    if node.keys() - {"enum", "const", "type", "title", "description", "default", "$comment"}:
-        return _Amount(0)
-    spend_on_value(values)
-    types = node.get("type")
-    kept = [value for value in values if types is None or _is_of(value, types)]
-    found = frozenset(map(_text, kept))
-    return _Amount(len(found), found)
-
-
-def _is_of(value: Any, types: str | list[str]) -> bool:
-    named = [types] if isinstance(types, str) else types
-    if value is None:
-        return "null" in named
-    if isinstance(value, bool):
-        return "boolean" in named
-    if isinstance(value, int | float):
-        return "number" in named or ("integer" in named and float(value).is_integer())
-    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
-    return kinds[type(value)] in named
-
-
-def _either(found: Sequence[_Amount]) -> _Amount:
-    """Of values under any of several schemas."""
-    known = [amount.values for amount in found if amount.values is not None]
-    values = frozenset().union(*known)
-    if len(known) == len(found):
-        return _Amount(len(values), values)
-    return _Amount(max([len(values), *(amount.least for amount in found)]))
-
-
-def _are_apart(one: _Amount, other: _Amount) -> bool:
-    return (
-        one.values is not None and other.values is not None and one.values.isdisjoint(other.values)
-    )
-
-
-def _of_number(kind: str, node: dict[str, Any]) -> _Amount:
-    lows = [node[name] for name in ("minimum", "exclusiveMinimum") if name in node]
-    highs = [node[name] for name in ("maximum", "exclusiveMaximum") if name in node]
-    step = node.get("multipleOf", 1)
-    if not isinstance(step, int):
-        return _Amount(0)
-    if not lows or not highs:
-        return _Amount(math.inf if kind == "integer" or "multipleOf" not in node else _ENOUGH)
-    if kind == "number" and "multipleOf" not in node:  # some decimals suffice for many
-        return _Amount(1_000 if min(highs) - max(lows) >= 0.01 else 0)
-    # Without the ends: whether these count does not matter here.
-    between = (math.ceil(min(highs)) - 1 - math.floor(max(lows))) // step
-    return _Amount(max(0, between))
-
-
-def _of_string(node: dict[str, Any]) -> _Amount:
-    high = node.get("maxLength", math.inf)
-    pattern = node.get("pattern")
-    if "format" in node:
-        if pattern is not None or "maxLength" in node or "minLength" in node:
-            return _Amount(0)
-        pattern = FORMATS.get(node["format"])
-    if pattern is None:
-        return _Amount(math.inf if high == math.inf else 90 if high >= 1 else 1)
-    if high < math.inf or "minLength" in node:
-        return _Amount(0)
-    if _LOOKS.search(pattern):
-        return _Amount(0)
-    return _Amount(_of_parts(RE_PARSER.parse(pattern)))
-
-
-def _of_parts(parts: Sequence[Any]) -> float:
-    """Different texts that surely match a part of a pattern, if it covers the whole text."""
-    return max([1, *(_of_part(str(op), value) for op, value in parts)])
-
-
-def _of_part(op: str, value: Any) -> float:
-    match op:
-        case "IN":
-            return _of_class(value)
-        case "ANY" | "NOT_LITERAL":
-            return 90
-        case "MAX_REPEAT" | "MIN_REPEAT":
-            low, high, inner = value
-            if high is RE_PARSER.MAXREPEAT:
-                return math.inf
-            return max(high - low + 1, _of_parts(inner) if high else 1) if _is_fixed(inner) else 1
-        case "SUBPATTERN":
-            return _of_parts(value[3])
-        case "BRANCH":
-            return max(map(_of_parts, value[1]))
-    return 1
-
-
-def _is_fixed(parts: Any) -> bool:
-    """Whether all texts of a part have one length, above 0."""
-    low, high = parts.getwidth()
-    return bool(0 < low == high)
-
-
-def _of_class(members: Any) -> float:
-    if str(members[0][0]) == "NEGATE":
-        return 32
-    found = 0
-    for kind, member in members:
-        if str(kind) == "RANGE":
-            found += member[1] - member[0] + 1
-        elif str(kind) == "LITERAL":
-            found += 1
-        else:
-            found += 1 if "SPACE" in str(member) else 10
-    return found

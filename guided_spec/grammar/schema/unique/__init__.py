@@ -1,0 +1,1 @@
+"""Arrays whose items must differ: where they are, and whether there are enough values."""

@@ -1,0 +1,106 @@
+"""References with neighbours as definitions of their own: the meaning stays, by jsonschema."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.sharing import share_joined
+from guided_spec.grammar.spec import GrammarSpec
+from tests.masks.walks import BYTES, accepts
+
+REFERENCES = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#"}]
+NEIGHBOURS: list[Any] = [
+    *({"required": ["x"]}, {"properties": {"x": {"type": "integer"}}}, {"maxProperties": 1}),
+    *({"properties": {"y": REFERENCES[0]}}, {"type": ["object", "null"]}, {"minimum": 3}),
+]
+JOINED = st.builds(
+    lambda reference, neighbour, inside: {"allOf": [reference, neighbour, *inside]},
+    st.sampled_from(REFERENCES[:2]),
+    st.sampled_from(NEIGHBOURS),
+    st.lists(st.sampled_from([*REFERENCES[:2], *NEIGHBOURS]), max_size=1),
+)
+PART = st.one_of(JOINED, st.sampled_from([*REFERENCES[:2], *NEIGHBOURS]))
+DEFINITION = st.builds(
+    lambda x, y, names: {
+        "type": "object",
+        "properties": {"x": x, "y": y},
+        "required": names,
+    },
+    st.one_of(PART, st.just({"type": "integer"})),
+    PART,
+    st.lists(st.sampled_from(["x", "y"]), max_size=1),
+)
+LEAVES: list[Any] = [{}, {"x": 1}, {"x": "a"}, {"y": {}}, None, 4, 2]
+VALUES: list[Any] = [
+    *LEAVES,
+    *({key: leaf} for key, leaf in itertools.product("xy", LEAVES)),
+    *({"x": one, "y": other} for one, other in itertools.product(LEAVES[:5], repeat=2)),
+    *({"y": {"y": {"y": leaf}}} for leaf in LEAVES),
+]
+
+
+def valid(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.one_of(JOINED, st.lists(JOINED, min_size=1, max_size=2).map(lambda found: {"anyOf": found})),
+    DEFINITION,
+    DEFINITION,
+)
+def test_the_meaning_stays(root: Any, first: Any, second: Any) -> None:
+    lowered = lower({**root, "$defs": {"a": first, "b": second}}, additional="schema")
+    shared = share_joined(lowered.schema)
+    if shared is None:
+        return
+    for value in VALUES:
+        assert valid(shared, value) == valid(lowered.schema, value), (value, shared)
+
+
+def test_nothing_to_join_is_nothing() -> None:
+    assert share_joined({"type": "object"}) is None
+    reference = {"$ref": "#/$defs/a"}
+    plain = {**reference, "$defs": {"a": {"type": "array", "items": reference}}}
+    assert share_joined(plain) is None
+
+
+# Resources that hold each other, told apart by a key, as FHIR's: none of them says that it is an
+# object, so that each alternative stands beside a type.
+RESOURCES: dict[str, Any] = {
+    "oneOf": [{"$ref": "#/definitions/Patient"}, {"$ref": "#/definitions/Group"}],
+    "definitions": {
+        kind: {
+            "properties": {
+                "resourceType": {"const": kind},
+                "name": {"type": "string"},
+                "contained": {"type": "array", "items": {"$ref": "#/definitions/Any"}},
+            },
+            "required": ["resourceType"],
+            "additionalProperties": False,
+        }
+        for kind in ("Patient", "Group")
+    }
+    | {"Any": {"oneOf": [{"$ref": "#/definitions/Patient"}, {"$ref": "#/definitions/Group"}]}},
+}
+
+
+@pytest.mark.parametrize("mode", ["closed", "schema"])
+def test_resources_that_hold_each_other_compile(mode: Any) -> None:
+    spec = GrammarSpec.json_schema(RESOURCES, additional_properties=mode)
+    grammar = LLGuidanceBackend(BYTES).compile(spec)
+    patient: Any = {"resourceType": "Patient", "name": "a"}
+    group: Any = {"resourceType": "Group", "contained": [patient, {"resourceType": "Group"}]}
+    for value in (patient, group, {**group, "contained": [group]}):
+        assert accepts(grammar, json.dumps(value)), value
+    for value in ({}, {"resourceType": "x"}, {**group, "contained": [{}]}, [patient], 1):
+        assert not accepts(grammar, json.dumps(value)), value
