@@ -93,7 +93,9 @@ class TextLM(WithoutBlocks):
         self._texts = [KeptText()] * num_slots
         self._fed: list[_Fed] = []
         self._feeding: Feeding = "together"
-        self.kv_bytes_per_token, self.state_bytes_per_slot = _Trial(self).run()
+        token, state = _Trial(self).run()
+        # Until the commit there are two caches of a text: before the forward, and behind it.
+        self.kv_bytes_per_token, self.state_bytes_per_slot = 2 * token, 2 * state
 
     @torch.inference_mode()
     def forward(

@@ -120,9 +120,10 @@ def test_hidden_states_are_those_of_the_tokens_fed() -> None:
 
 
 def test_memory_of_a_token_and_of_a_text() -> None:
+    """Twice: before a forward, and behind it."""
     lm = text_lm("nemotron_h")
-    assert lm.kv_bytes_per_token == 2 * 2 * 8 * 4  # keys and values of one layer with attention
-    assert lm.state_bytes_per_slot > 2 * 4 * 16 * 16 * 4  # two states, and their convolutions
+    assert lm.kv_bytes_per_token == 2 * (2 * 2 * 8 * 4)  # keys and values of the attention layer
+    assert lm.state_bytes_per_slot > 2 * (2 * 4 * 16 * 16 * 4)  # of two layers
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "chain:grammar_forced+suffix", "draft_model"])
