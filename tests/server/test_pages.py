@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,9 +59,15 @@ def test_snippets(served: Running, page: Any) -> None:
         assert answer["name"] == "Maria Lopez"
 
 
+def defaults(options: str, written: str) -> Iterable[tuple[str, str]]:
+    """Of each option in a row: its own default, or the one that is written for all."""
+    names, found = re.findall(r"`(-.*?)`", options), written.split(", ")
+    return zip(names, found if len(found) == len(names) else [written] * len(names), strict=True)
+
+
 def test_every_setting_has_its_row() -> None:
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", REFERENCE.read_text(), re.MULTILINE)
-    written = {name: default for names, default in rows for name in re.findall(r"`(-.*?)`", names)}
+    written = dict(pair for row in rows for pair in defaults(*row))
     known = {*options()} - {"--verbose", "-v", "--help", "--num-draft-tokens"}
     assert {*written} == known
     for field in dataclasses.fields(ServerSettings):
