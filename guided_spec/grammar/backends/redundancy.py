@@ -19,7 +19,6 @@ _RULE = re.compile(r"^([\w.:-]+) ::= (.*)$", re.MULTILINE)
 _ITEM = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|Token\([^)]*\)|\[(?:[^\]\\]|\\.)*\]\*?|[\w.:-]+(?:\{[^}]*\})?|\(=?|\)|\|)'
 )
-_NAME = re.compile(r"[\w.:-]+")
 _MADE = re.compile(r"(_\d+)+$")  # what xgrammar adds to the names of parts of a rule
 
 _Items = tuple[str, ...]

@@ -75,11 +75,15 @@ def _patterns_of(words: Mapping[str, Any]) -> Iterator[str]:
         yield f"^(?s:.){{{int(words.get('minLength', 0))},{most}}}$"
     for values in (words.get("enum"), [words["const"]] if "const" in words else None):
         if values is not None:
-            names = [re.escape(value) for value in values if isinstance(value, str)]
-            yield f"^(?:{'|'.join(names)})$" if names else NOTHING
+            names = [value for value in values if isinstance(value, str)]
+            yield _one_of(names) if names else NOTHING
     yield from map(_pattern_of, words.get("allOf", ()))
     if "anyOf" in words:
         yield "|".join(f"(?:{_pattern_of(part)})" for part in words["anyOf"])
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"^(?:{'|'.join(map(re.escape, names))})$"
 
 
 def overlapping(patterns: Mapping[str, Any]) -> bool:
@@ -96,7 +100,7 @@ def split_patterns(
     """
     if len(patterns) > _MOST or len(listed) > _MOST_LISTED:
         return None
-    own = f"^(?:{'|'.join(map(re.escape, listed))})$"
+    own = _one_of(listed)
     try:
         written = dict(_written(_parts_of(patterns, names)))
         outside = [searched(one, is_in=False) for one in (*patterns, *([own] if listed else []))]

@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.formats import FORMATS, format_within
 from guided_spec.grammar.regex import fits_length, to_fullmatch, to_search
+from guided_spec.grammar.schema.counting import ValueCheck
 from guided_spec.grammar.schema.joining import any_of, conflict, holds, merge, text_of
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
@@ -413,6 +415,11 @@ class _Rewriting:
         self.names: dict[str, str] = {}  # reference, or text of a schema -> name under $defs
         self.definitions: dict[str, Any] = {}
 
+    @cached_property
+    def _check(self) -> ValueCheck:
+        """Of listed values; made once, since it looks through the whole schema."""
+        return ValueCheck(self.root)
+
     def run(self) -> Lowered:
         schema = self.rewrite(self.root, "", 0)
         self._is_far = True
@@ -517,7 +524,7 @@ class _Rewriting:
         keyword = "const" if "const" in own else "enum"
         rest = {k: v for k, v in own.items() if k != keyword}
         values = [own["const"]] if keyword == "const" else own["enum"]
-        kept = keep_valid(values, rest, self.root) if rest else values
+        kept = keep_valid(values, rest, self._check) if rest else values
         spend_on_value(values)
         if kept is None:
             reason = f"the backend ignores {', '.join(rest)} beside it"

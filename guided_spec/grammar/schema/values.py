@@ -177,15 +177,16 @@ def constant(value: Any) -> dict[str, Any]:
 
 
 def keep_valid(
-    values: list[Any], schema: dict[str, Any], root: dict[str, Any] | None = None
+    values: list[Any], schema: dict[str, Any], check: ValueCheck | None = None
 ) -> list[Any] | None:
     """The values that are valid under ``schema``.
 
-    root: in which its references are looked up. None if it has some and there is no root.
+    check: of the whole, in which references are looked up. None if there are some and no check.
     """
-    if root is None and '"$ref"' in text_of(schema):
-        return None
-    check = ValueCheck(schema if root is None else root)
+    if check is None:
+        if '"$ref"' in text_of(schema):
+            return None
+        check = ValueCheck(schema)
     return [value for value in values if check.is_valid(value, schema)]
 
 
