@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -51,6 +51,25 @@ def merge(one: Any, other: Any) -> Any:
     if merged.get("type") == "object" and "anyOf" in merged:
         merged["anyOf"] = [part for part in merged["anyOf"] if not _lacks_a_key(part)] or [False]
     return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
+
+
+def is_reference(schema: Any) -> bool:
+    """Whether it is a reference and nothing else."""
+    return isinstance(schema, dict) and schema.keys() == {"$ref"}
+
+
+def merge_parts(node: dict[str, Any], target: Callable[[dict[str, Any]], Any]) -> Any:
+    """One schema for a node, what it refers to and its ``allOf``.
+
+    target: of a reference. None where that is not plain to see.
+    """
+    joined: Any = {key: value for key, value in node.items() if key not in ("allOf", "$ref")}
+    parts = [*node.get("allOf", ()), *([{"$ref": node["$ref"]}] if "$ref" in node else [])]
+    for part in parts:
+        joined = merge(joined, target(part) if is_reference(part) else part)
+        if joined is None:
+            return None
+    return joined
 
 
 def _lists_by_position(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """What references and their neighbours say of one value, as definitions of their own.
 
-llguidance joins a reference with what stands beside it by itself, each time anew: it refuses
+llguidance joins a reference with its neighbours by itself, each time anew: it refuses
 definitions that refer to themselves so, and schemas that grow too large by it.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from guided_spec.grammar.schema.joining import merge, text_of
+from guided_spec.grammar.schema.joining import is_reference, merge_parts, text_of
 from guided_spec.grammar.schema.lowered import change_parts, find
 
 _MOST = 4_096  # definitions that are made
 
 
 def share_joined(schema: Any) -> dict[str, Any] | None:
-    """A lowered schema without references that stand beside something; a new value.
+    """A lowered schema without references that have neighbours; a new value.
 
     What cannot be joined stays as it is. None where there is nothing to join, or far too much.
     """
@@ -62,25 +62,15 @@ class _Sharing:
 
     def _joined(self, node: dict[str, Any]) -> Any:
         """One schema for a reference and its neighbours; None where there are none, or no such."""
-        rest = {key: value for key, value in node.items() if key not in ("allOf", "$ref")}
-        parts = [rest, *node.get("allOf", ())] if rest else [*node.get("allOf", ())]
-        parts += [{"$ref": node["$ref"]}] if "$ref" in node else []
-        if len(parts) < 2 or not any(_is_reference(part) for part in parts):
+        parts = [*node.get("allOf", ()), *([{"$ref": node["$ref"]}] if "$ref" in node else [])]
+        is_alone = len(parts) == 1 and len(node) == 1
+        if is_alone or not any(map(is_reference, parts)):
             return None
-        joined: Any = True
-        for part in parts:
-            joined = merge(joined, self._target(part))
-            if joined is None:
-                return None
-        return joined
+        return merge_parts(node, self._target)
 
     def _target(self, part: Any) -> Any:
         seen = set[str]()
-        while _is_reference(part) and part["$ref"] not in seen:
+        while is_reference(part) and part["$ref"] not in seen:
             seen.add(part["$ref"])
             part = find(self._root, part["$ref"])
         return part
-
-
-def _is_reference(part: Any) -> bool:
-    return isinstance(part, dict) and part.keys() == {"$ref"}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.regex import RE_PARSER
-from guided_spec.grammar.schema.joining import merge
+from guided_spec.grammar.schema.joining import merge_parts
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _OF_PLACE = 16  # steps
@@ -80,7 +80,7 @@ class Amounts:
         if not isinstance(node, dict) or depth > _DEPTH:
             return _NONE if node is False else _Amount(0)
         if "allOf" in node or ("$ref" in node and len(node) > 1):
-            return self._of(self._joined(node), depth + 1)
+            return self._of(merge_parts(node, self._target), depth + 1)
         values = listed_in(node)
         if values is not None:
             return _oflisted_in(node, values)
@@ -96,19 +96,8 @@ class Amounts:
         rest = {key: value for key, value in node.items() if key not in _NO_CONDITION}
         options = node["anyOf"]
         if rest:
-            options = [self._joined({**rest, "allOf": [part]}) for part in options]
+            options = [merge_parts({**rest, "allOf": [part]}, self._target) for part in options]
         return _either([self._of(part, depth + 1) for part in options])
-
-    def _joined(self, node: dict[str, Any]) -> Any:
-        """One schema for all that it says; None where that is not plain to see."""
-        joined: Any = {key: value for key, value in node.items() if key not in ("allOf", "$ref")}
-        parts = [*node.get("allOf", ()), *([{"$ref": node["$ref"]}] if "$ref" in node else [])]
-        for part in parts:
-            is_reference = isinstance(part, dict) and part.keys() == {"$ref"}
-            joined = merge(joined, self._target(part) if is_reference else part)
-            if joined is None:
-                return None
-        return joined
 
     def _of_kind(self, kind: str, node: dict[str, Any], depth: int) -> _Amount:
         match kind:
