@@ -24,6 +24,14 @@ class WithoutBlocks:
     shares_prefixes = False
     blocks: Blocks | None = None
 
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.num_slots, self.max_length = num_slots, max_length
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+
     def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
         """Nothing: stock modules are not captured."""
         del hidden_layers
@@ -71,12 +79,7 @@ class SlotLM(WithoutBlocks):
 
     @torch.inference_mode()
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
-        self.model = model
-        self.config: Any = model.config
-        self.num_slots, self.max_length = num_slots, max_length
-        self.device: torch.device = model.device
-        self.dtype: torch.dtype = model.dtype
-        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+        super().__init__(model, num_slots, max_length)
         self._slots = stock_slots(model, num_slots, max_length)
         SlotTrial(self._slots).check_stock()
 

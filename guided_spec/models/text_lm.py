@@ -82,12 +82,8 @@ class TextLM(WithoutBlocks):
     def __init__(
         self, model: PreTrainedModel, num_slots: int, max_length: int, reason: str
     ) -> None:
-        self.model, self.reason = model, reason
-        self.config: Any = model.config
-        self.num_slots, self.max_length = num_slots, max_length
-        self.device: torch.device = model.device
-        self.dtype: torch.dtype = model.dtype
-        self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
+        super().__init__(model, num_slots, max_length)
+        self.reason = reason
         self._call: Any = model
         self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._texts = [KeptText()] * num_slots
