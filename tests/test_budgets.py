@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 800,  # files of requests and rows
-    "cli": 1_920,  # 35 more: check takes grammars
+    "cli": 1_930,  # 45 more: check takes grammars, and refuses options of schemas beside them
     "engine": 6_450,
     "evaluate": 1_270,  # 10 more: requests that fail
     "grammar": 20_630,  # 365 more: names of keys, rules with several readings, joined references

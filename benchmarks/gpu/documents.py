@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu.limit import device_limit
 from benchmarks.gpu.subject import (
     Subject,
     json_documents,
@@ -57,6 +58,7 @@ class DocumentRun:
     """One engine on one workload. problem: why there is no measurement, or what was left out.
 
     seconds: of each run, where there were several and ``measurement`` is the median one.
+    limit: tokens per second, see ``device_limit``.
     """
 
     engine: str
@@ -65,6 +67,7 @@ class DocumentRun:
     measurement: Measurement | None = None
     problem: str | None = None
     seconds: tuple[float, ...] = ()
+    limit: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, and those of the measurement beside them, for JSON."""
@@ -73,7 +76,7 @@ class DocumentRun:
             "batch": self.batch,
             "temperature": self.temperature,
         }
-        own |= {"problem": self.problem, "seconds_of_runs": self.seconds}
+        own |= {"problem": self.problem, "seconds_of_runs": self.seconds, "limit": self.limit}
         measured = {} if self.measurement is None else self.measurement.as_dict()
         return own | measured | own
 
@@ -124,9 +127,18 @@ def _measure(
         rounds = [
             [time_items(llm, items, params) for _, llm in engines] for _ in range(plan.repeats)
         ]
-    for (at, _), *runs in zip(engines, *rounds, strict=True):
-        found[at] = _judge(cases[at], items, runs, texts)
+        for (at, llm), *runs in zip(engines, *rounds, strict=True):
+            judged = _judge(cases[at], items, runs, texts)
+            found[at] = replace(judged, limit=_limit(subject, plan, llm, judged, runs[0]))
     return found
+
+
+def _limit(
+    subject: Subject, plan: DocumentPlan, llm: LLM, run: DocumentRun, timed: Timed
+) -> float | None:
+    head = subject.eagle3 if takes_draft(run.engine) else None
+    depth = 0 if run.engine == "none" else plan.num_draft_tokens
+    return device_limit(llm, timed.completions, run.batch, depth, head)
 
 
 def _make(

@@ -49,14 +49,15 @@ def step_table(times: Sequence[StepTime]) -> Table:
 
 def document_table(runs: Sequence[DocumentRun]) -> Table:
     """One engine and workload a row."""
-    heads = ("tokens\n/s", "tokens\n/forward", "drafted", "accepted", "valid", "same\ntext")
-    table = _table("engine", *heads, "failed")
+    heads = ("tokens\n/s", "limit", "tokens\n/forward", "drafted", "accepted", "valid")
+    table = _table("engine", *heads, "same\ntext", "failed")
     for run in runs:
         m = run.measurement
         figures: Iterable[str] = ()
         if m is not None:
             figures = (
                 f"{m.tokens_per_second:.0f}",
+                "" if run.limit is None else f"{run.limit:.0f}",
                 f"{m.acceptance_length:.2f}",
                 str(m.drafted),
                 str(m.accepted),

@@ -9,8 +9,9 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -19,11 +20,13 @@ from rich.table import Column, Table
 
 from benchmarks.gpu.peers import VllmEnvironment
 from benchmarks.gpu.run import GpuPlan, folders
-from benchmarks.serving.requests import DATASETS, make_requests
+from benchmarks.serving.device import DeviceUse
+from benchmarks.serving.requests import DATASETS, Asked, make_requests, read_datasets
 from benchmarks.serving.servers import DEFAULT, Subject, served
 from benchmarks.serving.traffic import Answer, Pattern, Traffic, drive
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
+from guided_spec.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
 SERVERS = f"none,{DEFAULT}"
@@ -36,12 +39,11 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 def serving(
     servers: Annotated[str, typer.Option(help="Proposers, vllm, vllm:METHOD, URLs.")] = SERVERS,
     datasets: Annotated[str, typer.Option(help=f"{', '.join(DATASETS)}, files.")] = "documents",
-    num_prompts: Annotated[int, typer.Option(help="Requests of a data set.")] = 128,
+    num_prompts: Annotated[str, typer.Option(help="Requests of a data set, of each size.")] = "128",
     seconds: Annotated[float | None, typer.Option(help="Send them anew until then.")] = None,
     request_rate: Annotated[float, typer.Option(help="A second; inf: all at once.")] = math.inf,
     burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
-    structured_output_ratio: Annotated[float, typer.Option(help="With a grammar.")] = 1.0,
+    max_concurrency: Annotated[str | None, typer.Option(help="Clients, such as 1,8,64.")] = None,
     output_len: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the times, and of what has a grammar.")] = 0,
@@ -60,31 +62,72 @@ def serving(
 ) -> None:
     """Compare servers under the same requests; the exit code says whether all were answered.
 
-    Servers and data sets are separated by commas.
+    Servers, data sets and sizes are separated by commas. A data set may have settings of its own:
+    json-unique:tokens=400, documents:share=0.5:temperature=0.7, regex:prompts=32.
     """
     with failures_as_messages():
-        times = (request_rate, burstiness, max_concurrency, seconds)
+        times = (request_rate, burstiness, None, seconds)
         pattern = Pattern(*times, output_len, temperature, seed)
-        share = structured_output_ratio
-        requests = {d: make_requests(d, num_prompts, share, seed) for d in datasets.split(",")}
+        default = Asked("", None, 1.0, output_len, temperature)
+        cells = _cells(max_concurrency, num_prompts, read_datasets(datasets, default))
         vllm = VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs)
         plan = GpuPlan(model=None if work else model or bundled_asset("target"), work=work)
         with folders(plan, stderr().print) as (folder, head):
-            on, queue = (device, dtype, max_batch_size), max_concurrency or num_prompts
+            queue = max(cell.clients or cell.prompts for cell in cells)
+            on = (device, dtype, max_batch_size)
             subject = Subject(folder, draft or head, *on, queue, num_draft_tokens, vllm)
-            _compare(servers.split(","), subject, requests, pattern, output)
+            _compare(servers.split(","), subject, cells, pattern, output)
+
+
+class Cell(NamedTuple):
+    """One run of each server. name: of its data set, as asked for. clients: None is no limit."""
+
+    name: str
+    asked: Asked
+    clients: int | None
+    prompts: int
+
+    def pattern(self, common: Pattern) -> Pattern:
+        """``common``'s times, and what is this cell's own."""
+        return replace(
+            common,
+            max_concurrency=self.clients,
+            max_tokens=self.asked.tokens,
+            temperature=self.asked.temperature,
+        )
+
+
+def _cells(sizes: str | None, counts: str, datasets: Mapping[str, Asked]) -> list[Cell]:
+    """Of each size, all data sets. counts: one for all sizes, or one for each."""
+    clients = [None] if sizes is None else _numbers("max-concurrency", sizes)
+    sent = _numbers("num-prompts", counts)
+    if len(sent) not in (1, len(clients)):
+        raise ConfigError("num-prompts", counts, f"must be one number, or {len(clients)}")
+    pairs = list(zip(clients, sent * len(clients), strict=False))
+    return [
+        Cell(name, asked, size, asked.prompts or count)
+        for size, count in pairs
+        for name, asked in datasets.items()
+    ]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(option, text, "must be numbers from 1, such as 1,8,64")
+    return [int(part) for part in parts]
 
 
 def _compare(
     servers: Sequence[str],
     subject: Subject,
-    requests: Mapping[str, Any],
+    cells: Sequence[Cell],
     pattern: Pattern,
     output: Path | None,
 ) -> None:
     found = list[dict[str, Any]]()
     for server in servers:
-        for one in _measure(server, subject, requests, pattern):
+        for one in _measure(server, subject, cells, pattern):
             found.append(one)
             if output is not None:  # a run that is stopped keeps what it has
                 output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -94,15 +137,18 @@ def _compare(
 
 
 def _measure(
-    server: str, subject: Subject, requests: Mapping[str, Any], pattern: Pattern
+    server: str, subject: Subject, cells: Sequence[Cell], pattern: Pattern
 ) -> Iterator[dict[str, Any]]:
-    """One server under the requests of every data set."""
+    """One server under the requests of every cell."""
     stderr().print(f"starting {server}", markup=False)
     with served(server, subject) as (url, _):
-        for name, asked in requests.items():
-            traffic = asyncio.run(drive(url, asked, pattern))
+        for cell in cells:
+            requests = make_requests(cell.asked.name, cell.prompts, cell.asked.share, pattern.seed)
+            with DeviceUse(subject.device) as use:
+                traffic = asyncio.run(drive(url, requests, cell.pattern(pattern)))
             _tell(traffic.answers)
-            yield {"server": server, "dataset": name, **summary(traffic)}
+            what = {"server": server, "dataset": cell.name, "clients": cell.clients}
+            yield {**what, **summary(traffic), "device_busy": use.share}
 
 
 def summary(traffic: Traffic) -> dict[str, Any]:
@@ -142,21 +188,23 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 def _table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Waits hold the median and the 99th percentile."""
-    heads = ("done", "failed", "correct", "requests\n/s", "tokens\n/s")
+    heads = ("clients", "done", "failed", "correct", "tokens\n/s", "device\nbusy")
     waits = [f"{words}\nms" for words in WAITS.values()]
     columns = (Column(head, justify="right", no_wrap=True) for head in (*heads, *waits))
     table = Table(Column("server"), Column("data set"), *columns, box=SIMPLE, padding=0)
     table.caption, table.caption_justify = "ms: median, 99th percentile", "left"
     for one in found:
-        table.add_row(*_cells(one))
+        table.add_row(*_row(one))
     return table
 
 
-def _cells(found: Mapping[str, Any]) -> list[str]:
-    correct, cells = found["correct"], [found["server"], Path(found["dataset"]).name]
-    cells += [str(found["requests"]), str(found["failed"])]
+def _row(found: Mapping[str, Any]) -> list[str]:
+    correct, busy = found["correct"], found["device_busy"]
+    cells = [found["server"], Path(found["dataset"]).name]
+    cells += [str(found["clients"] or ""), str(found["requests"]), str(found["failed"])]
     cells.append("" if correct is None else f"{correct:.1f} %")
-    cells += [f"{found['requests_per_second']:.2f}", f"{found['tokens_per_second']:.0f}"]
+    cells.append(f"{found['tokens_per_second']:.0f}")
+    cells.append("" if busy is None else f"{busy:.0%}")
     for name in WAITS:
         spread = found[f"{name}_ms"]
         cells.append("" if spread is None else f"{spread['p50']:.1f} {spread['p99']:.1f}")

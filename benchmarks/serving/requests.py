@@ -9,12 +9,19 @@ import json
 import random
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.measurement import WorkItem, is_valid, load_workload
+from guided_spec.evaluate.measurement import (
+    TASKS,
+    WorkItem,
+    is_valid,
+    load_tasks,
+    load_workload,
+)
 from guided_spec.grammar.spec import GrammarSpec
 
 _EVALUATION = "NousResearch/json-mode-eval"  # what vLLM calls xgrammar_bench
@@ -54,6 +61,49 @@ class Request(NamedTuple):
         return None if self.judge is None else is_valid(text, self.judge)
 
 
+class Asked(NamedTuple):
+    """A data set, and how its requests are made.
+
+    name: one of ``DATASETS``, or a workload's file. prompts: requests; None is as many as the
+    command sends. share: of them that keep their grammar. tokens: of an answer at most.
+    """
+
+    name: str
+    prompts: int | None = None
+    share: float = 1.0
+    tokens: int = 128
+    temperature: float = 0.0
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "prompts": int,
+    "share": float,
+    "tokens": int,
+    "temperature": float,
+}
+
+
+def read_datasets(text: str, default: Asked) -> dict[str, Asked]:
+    """``NAME:KEY=VALUE:...,...``, each by its own text; the rest of it is ``default``'s.
+
+    Raises ConfigError for another key, or a value that is no number.
+    """
+    return {one: _read_dataset(one, default) for one in text.split(",")}
+
+
+def _read_dataset(text: str, default: Asked) -> Asked:
+    name, *settings = text.split(":")
+    found = dict[str, Any]()
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            found[key] = _READ[key](value)
+        except (KeyError, ValueError) as error:
+            fix = f"must be NAME:KEY=NUMBER, with KEY of {', '.join(_READ)}"
+            raise ConfigError("datasets", text, fix) from error
+    return default._replace(name=name, **found)
+
+
 def make_requests(dataset: str, count: int, constrained_share: float, seed: int) -> list[Request]:
     """``count`` requests of a data set, which starts over where it is shorter.
 
@@ -63,7 +113,7 @@ def make_requests(dataset: str, count: int, constrained_share: float, seed: int)
     Raises ConfigError for another data set, or a share that is none.
     """
     if not 0.0 <= constrained_share <= 1.0:
-        raise ConfigError("structured-output-ratio", constrained_share, "must be from 0 to 1")
+        raise ConfigError("share", constrained_share, "must be from 0 to 1")
     if dataset in DATASETS:
         made = DATASETS[dataset](count)
     elif Path(dataset).is_file():
@@ -85,6 +135,31 @@ def _of_item(item: WorkItem) -> Request:
 
 def _documents(count: int) -> list[Request]:
     return [_of_item(item) for item in load_workload(Path(bundled_asset("heldout.jsonl")), count)]
+
+
+def _unique_documents(_count: int) -> list[Request]:
+    """Each schema with an optional property of its own, so that nobody has compiled it before."""
+    found = list[Request]()
+    for item in load_workload(Path(bundled_asset("heldout.jsonl"))):
+        schema = _schema_of(item.grammar)
+        if "properties" in schema:
+            schema["properties"][f"note_{uuid.uuid4().hex}"] = {"type": "string"}
+            grammar = GrammarSpec.json_schema(schema)
+            found.append(Request(item.prompt, grammar, grammar))
+    return found
+
+
+def _schema_of(grammar: GrammarSpec | None) -> dict[str, Any]:
+    if grammar is None or grammar.kind != "json_schema":
+        return {}
+    schema: dict[str, Any] = json.loads(grammar.source)
+    return schema
+
+
+def _tasks(names: tuple[str, ...], count: int) -> list[Request]:
+    """By turns of each task, so that any number of them has all."""
+    rows = [[_of_item(item) for item in load_tasks([name], count)] for name in names]
+    return [row[at % len(row)] for at in range(max(map(len, rows))) for row in rows]
 
 
 def _profile(schema: Mapping[str, Any]) -> Request:
@@ -131,11 +206,14 @@ def _evaluation(count: int) -> list[Request]:
 
 DATASETS: Mapping[str, Callable[[int], list[Request]]] = {
     "documents": _documents,
+    "documents-unique": _unique_documents,
     "json": lambda _count: [_profile(_SCHEMA)],
     "json-unique": lambda count: [_unique_profile() for _ in range(count)],
     "grammar": _grammar,
     "regex": _regex,
     "choice": _choice,
     "xgrammar_bench": _evaluation,
+    "tasks": partial(_tasks, TASKS),
+    **{task: partial(_tasks, (task,)) for task in TASKS},
 }
 """By name: what makes up to so many requests."""

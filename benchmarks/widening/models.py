@@ -189,15 +189,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for target/ and eagle3/.")],
+    output: Annotated[Path, typer.Option(help="Folder for target/ and a folder for each head.")],
+    target: Annotated[Path | None, typer.Option(help="A Llama; default: the bundled one.")] = None,
+    head: Annotated[
+        list[Path] | None, typer.Option(help="Head of that target; can be repeated.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Write the bundled target and its EAGLE-3 head in the shape of Llama-3.1-8B."""
+    """Write a target and its heads in the shape of Llama-3.1-8B; default: the bundled EAGLE-3."""
     with failures_as_messages():
         if dtype not in DTYPES:
             raise ConfigError("dtype", dtype, f"must be {' or '.join(DTYPES)}")
-        folders = write_wide(output, dtype=DTYPES[dtype])
-    print_json({name: str(path) for name, path in folders._asdict().items()})
+        kind = DTYPES[dtype]
+        found = write_wide(output, target=target, dtype=kind)._asdict()
+        for source in head or ():
+            folder = output / source.name
+            found[source.name] = write_wide_head(folder, source, target=target, dtype=kind)
+    print_json({name: str(path) for name, path in found.items() if path is not None})
 
 
 if __name__ == "__main__":

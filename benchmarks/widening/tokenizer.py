@@ -17,7 +17,7 @@ from typing import Any
 from guided_spec.errors import ModelError
 
 FILE = "tokenizer.json"
-OTHERS = ("tokenizer_config.json", "special_tokens_map.json")
+OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SPACE = "Ġ"  # what stands for a space in byte-level vocabularies
 LONGEST = 16  # characters of a token, as most are in published vocabularies
 

@@ -11,9 +11,11 @@ import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
 from guided_spec.cli.options import read_json, read_text
+from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
 LONGEST_LINE = 100  # columns of a sentence
+_GRAMMARS = {".gbnf": GrammarSpec.ebnf, ".ebnf": GrammarSpec.ebnf, ".lark": GrammarSpec.lark}
 
 
 def check(
@@ -64,12 +66,20 @@ def check(
 
 def _spec(schema: Path, resources: list[Path], options: dict[str, Any]) -> GrammarSpec:
     text = read_text("SCHEMA", schema)
-    if schema.suffix in (".gbnf", ".ebnf"):
-        return GrammarSpec.ebnf(text)
-    if schema.suffix == ".lark":
-        return GrammarSpec.lark(text)
+    if schema.suffix in _GRAMMARS:
+        _refuse_schema_options(schema, {**options, "resource": " ".join(map(str, resources))})
+        return _GRAMMARS[schema.suffix](text)
     known = {path.name: read_json("--resource", path) for path in resources}
     return replace(GrammarSpec.json_schema(text, resources=known), **options)
+
+
+def _refuse_schema_options(grammar: Path, given: dict[str, Any]) -> None:
+    """Raise ConfigError for an option that says nothing of a grammar."""
+    plain = GrammarSpec.json_schema({})
+    for name, value in given.items():
+        if value and value != getattr(plain, name, None):
+            fix = f"is for JSON schemas, and {grammar.name} is a grammar: leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')}", value, fix)
 
 
 def _print(report: dict[str, Any], *, is_schema: bool) -> None:

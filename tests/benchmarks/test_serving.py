@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu.peers import VllmEnvironment
 from benchmarks.serving.__main__ import app, summary
-from benchmarks.serving.requests import DATASETS, Request, make_requests
+from benchmarks.serving.requests import DATASETS, Asked, Request, make_requests, read_datasets
 from benchmarks.serving.servers import Subject, served
 from benchmarks.serving.traffic import Answer, Pattern, Traffic, arrivals, drive
 from guided_spec.bundled import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.evaluate.measurement import TASKS
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -35,7 +36,6 @@ PERSON = {
 }
 RIGHT = {
     "json": json.dumps([PERSON]),
-    "json-unique": "[]",
     "grammar": "SELECT name FROM orders WHERE email = 70",
     "regex": "a@b.com\n",
     "choice": "Negative",
@@ -74,14 +74,40 @@ def test_data_sets_can_be_asked_and_judged(dataset: str) -> None:
     backend = XGrammarBackend(Vocabulary.from_tokenizer(tiny_tokenizer(), TOKENIZER_SIZE, [0]))
     assert len(requests) == 9
     for request in requests:
-        assert isinstance(request.prompt, str)
-        assert request.grammar is not None
+        if request.grammar is None:
+            assert dataset in ("chat", "tasks")
+            continue
         assert request.is_correct("{") is False
         backend.compile(request.grammar)
     if dataset in RIGHT:
         assert requests[0].is_correct(RIGHT[dataset])
     sources = {request.grammar.source for request in requests if request.grammar is not None}
-    assert len(sources) == {"json-unique": 9, "documents": len(sources)}.get(dataset, 1)
+    if "unique" in dataset:
+        again = make_requests(dataset, 9, 1.0, seed=0)
+        sources |= {request.grammar.source for request in again if request.grammar is not None}
+        assert len(sources) == 18
+    elif dataset in RIGHT:
+        assert len(sources) == 1
+
+
+def test_all_tasks_take_turns() -> None:
+    six = make_requests("tasks", 6, 1.0, seed=0)
+    assert [request.prompt for request in six] == [
+        make_requests(task, 1, 1.0, seed=0)[0].prompt for task in TASKS
+    ]
+
+
+def test_a_data_set_has_settings_of_its_own() -> None:
+    default = Asked("", None, 1.0, 64, 0.7)
+    text = "regex,documents:share=0.5:prompts=3,regex:tokens=9:temperature=0"
+    assert read_datasets(text, default) == {
+        "regex": Asked("regex", None, 1.0, 64, 0.7),
+        "documents:share=0.5:prompts=3": Asked("documents", 3, 0.5, 64, 0.7),
+        "regex:tokens=9:temperature=0": Asked("regex", None, 1.0, 9, 0.0),
+    }
+    for wrong in ("regex:tokens", "regex:tokens=x", "regex:length=3"):
+        with pytest.raises(ConfigError, match="NAME:KEY=NUMBER"):
+            read_datasets(wrong, default)
 
 
 def test_chats_from_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,4 +227,25 @@ def test_the_command(vllm: str, tmp_path: Path) -> None:
         assert (found["requests"], found["failed"]) == (3, 0)
     assert [found["correct"] for found in (ours, documents, theirs)] == [100.0] * 3
     assert documents["tokens"] > 60
+    assert {found["device_busy"] for found in (ours, theirs)} == {None}  # no GPU
     assert "first token" in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--max-concurrency", "1,x"], ["--num-prompts", "0"], ["--num-prompts", "1,2"]]
+)
+def test_sizes_that_are_none(wrong: list[str]) -> None:
+    result = CliRunner().invoke(app, ["--datasets", "regex", *wrong])
+    assert result.exit_code == 1
+    assert f"{wrong[0].removeprefix('--')}='{wrong[1]}': must be" in result.output
+
+
+def test_each_size_is_sent_its_own(vllm: str, tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    arguments = ["--servers", vllm, "--datasets", "choice,choice:prompts=1:share=0"]
+    arguments += ["--max-concurrency", "1,2", "--num-prompts", "2,3", "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(output.read_text())
+    assert [(one["clients"], one["requests"]) for one in found] == [(1, 2), (1, 1), (2, 3), (2, 1)]
+    assert [one["correct"] for one in found] == [100.0, None, 100.0, None]

@@ -47,15 +47,11 @@ def find_redundancies(printed: str) -> list[Redundancy]:
 
 def _read(printed: str) -> dict[str, list[_Items]]:
     """By rule, its alternatives; a rule of another notation, such as a regex, has none."""
-    rules: dict[str, list[_Items]] = {}
-    for name, body in _RULE.findall(printed):
-        rules[name] = _alternatives(body) or []
-    return rules
+    return {name: _alternatives(body) or [] for name, body in _RULE.findall(printed)}
 
 
 def _alternatives(body: str) -> list[_Items] | None:
-    found: list[_Items] = []
-    items: list[str] = []
+    found, items = list[_Items](), list[str]()
     at, depth = 0, 0
     while at < len(body):
         item = _ITEM.match(body, at)
@@ -98,10 +94,7 @@ class _Grammar:
             )
         body = self._repeated(name)
         if body is not None and self._is_nullable(body):
-            yield (
-                "it repeats what may be empty",
-                "let the repeated part have at least one character",
-            )
+            yield "it repeats what may be empty", "let the repeated part have a character at least"
         elif body is not None and len(body) == 1 and self._repeated(body[0]) is not None:
             yield "it repeats a repetition", "keep one of the two"
         for one in options:
