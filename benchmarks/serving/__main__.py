@@ -63,12 +63,12 @@ def serving(
     """Compare servers under the same requests; the exit code says whether all were answered.
 
     Servers, data sets and sizes are separated by commas. A data set may have settings of its own:
-    json-unique:tokens=400, documents:share=0.5:temperature=0.7, regex:prompts=32.
+    json-unique:tokens=400, documents:share=0.5:temperature=0.7, regex:part=0.5.
     """
     with failures_as_messages():
         times = (request_rate, burstiness, None, seconds)
         pattern = Pattern(*times, output_len, temperature, seed)
-        default = Asked("", None, 1.0, output_len, temperature)
+        default = Asked("", 1.0, 1.0, output_len, temperature)
         cells = _cells(max_concurrency, num_prompts, read_datasets(datasets, default))
         vllm = VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs)
         plan = GpuPlan(model=None if work else model or bundled_asset("target"), work=work)
@@ -105,7 +105,7 @@ def _cells(sizes: str | None, counts: str, datasets: Mapping[str, Asked]) -> lis
         raise ConfigError("num-prompts", counts, f"must be one number, or {len(clients)}")
     pairs = list(zip(clients, sent * len(clients), strict=False))
     return [
-        Cell(name, asked, size, asked.prompts or count)
+        Cell(name, asked, size, max(1, round(asked.part * count)))
         for size, count in pairs
         for name, asked in datasets.items()
     ]

@@ -64,19 +64,19 @@ class Request(NamedTuple):
 class Asked(NamedTuple):
     """A data set, and how its requests are made.
 
-    name: one of ``DATASETS``, or a workload's file. prompts: requests; None is as many as the
-    command sends. share: of them that keep their grammar. tokens: of an answer at most.
+    name: one of ``DATASETS``, or a workload's file. part: of the command's number of requests.
+    share: of them that keep their grammar. tokens: of an answer at most.
     """
 
     name: str
-    prompts: int | None = None
+    part: float = 1.0
     share: float = 1.0
     tokens: int = 128
     temperature: float = 0.0
 
 
 _READ: Mapping[str, Callable[[str], Any]] = {
-    "prompts": int,
+    "part": float,
     "share": float,
     "tokens": int,
     "temperature": float,

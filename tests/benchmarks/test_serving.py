@@ -98,12 +98,12 @@ def test_all_tasks_take_turns() -> None:
 
 
 def test_a_data_set_has_settings_of_its_own() -> None:
-    default = Asked("", None, 1.0, 64, 0.7)
-    text = "regex,documents:share=0.5:prompts=3,regex:tokens=9:temperature=0"
+    default = Asked("", 1.0, 1.0, 64, 0.7)
+    text = "regex,documents:share=0.5:part=0.3,regex:tokens=9:temperature=0"
     assert read_datasets(text, default) == {
-        "regex": Asked("regex", None, 1.0, 64, 0.7),
-        "documents:share=0.5:prompts=3": Asked("documents", 3, 0.5, 64, 0.7),
-        "regex:tokens=9:temperature=0": Asked("regex", None, 1.0, 9, 0.0),
+        "regex": Asked("regex", 1.0, 1.0, 64, 0.7),
+        "documents:share=0.5:part=0.3": Asked("documents", 0.3, 0.5, 64, 0.7),
+        "regex:tokens=9:temperature=0": Asked("regex", 1.0, 1.0, 9, 0.0),
     }
     for wrong in ("regex:tokens", "regex:tokens=x", "regex:length=3"):
         with pytest.raises(ConfigError, match="NAME:KEY=NUMBER"):
@@ -242,10 +242,10 @@ def test_sizes_that_are_none(wrong: list[str]) -> None:
 
 def test_each_size_is_sent_its_own(vllm: str, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
-    arguments = ["--servers", vllm, "--datasets", "choice,choice:prompts=1:share=0"]
+    arguments = ["--servers", vllm, "--datasets", "choice,choice:part=0.5:share=0"]
     arguments += ["--max-concurrency", "1,2", "--num-prompts", "2,3", "--output", str(output)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(output.read_text())
-    assert [(one["clients"], one["requests"]) for one in found] == [(1, 2), (1, 1), (2, 3), (2, 1)]
+    assert [(one["clients"], one["requests"]) for one in found] == [(1, 2), (1, 1), (2, 3), (2, 2)]
     assert [one["correct"] for one in found] == [100.0, None, 100.0, None]
