@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,10 +250,16 @@ class SearchEndings(Endings):
         """The scan of the next token; inside a string, mostly that of the token before."""
         known, row = state.scan, legal_row(probe, self.vocab_size)
         legal = _Legal(row, probe.interchangeable(row))
-        if known is None or not (self.fits(state.text, remaining) and known.legal.is_like(legal)):
-            state.scan = known = Scan(self, state, remaining, legal)
-            known.look(probe)
-        return known
+        if known is not None and self.fits(state.text, remaining):
+            if known.legal.is_like(legal):
+                return known
+            # As at the end of a string of limited length, where each token leaves fewer.
+            state.scan = known.narrowed(legal, probe)
+            if state.scan is not None:
+                return state.scan
+        state.scan = scan = Scan(self, state, remaining, legal)
+        scan.look(probe)
+        return scan
 
     def admits(self, state: Path, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
@@ -372,6 +378,11 @@ class _Group(NamedTuple):
     tokens: NDArray[Any]
     way: bytes
 
+    @property
+    def is_row(self) -> bool:
+        """Whether the tokens are given as a row."""
+        return bool(self.tokens.dtype == np.int32)
+
 
 class _Legal(NamedTuple):
     """The grammar's own row, and what ``Probe.interchangeable`` says of it; both int32 [W]."""
@@ -382,6 +393,10 @@ class _Legal(NamedTuple):
     def is_like(self, other: _Legal) -> bool:
         """Whether both rows are the same."""
         return all(map(np.array_equal, self, other))
+
+    def holds(self, other: _Legal) -> bool:
+        """Whether the other one allows nothing more."""
+        return not (other.row & ~self.row).any()
 
 
 class Scan:
@@ -398,6 +413,7 @@ class Scan:
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
+        self._unions: dict[tuple[bool, ...], NDArray[np.int32]] = {}  # of groups that fit
         self._trials = _TRIALS
 
     def path_after(self, token_ids: Sequence[int]) -> bytes | None:
@@ -407,17 +423,22 @@ class Scan:
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose path costs less than ``remaining``, and the stop tokens."""
         endings, legal = self._endings, self.legal.row
-        row = np.zeros_like(legal)
+        fits = tuple(endings.fits(group.way, remaining) for group in self._groups)
+        if fits not in self._unions:
+            self._unions[fits] = self._union(fits)
+        row: NDArray[np.int32] = self._unions[fits] & legal
         stops = endings.tokens.stops
         add_tokens(row, stops[bits_of(legal, stops)])
-        for group in self._groups:
-            if not endings.fits(group.way, remaining):
-                continue
-            if group.tokens.dtype == np.int32:
+        row.flags.writeable = False
+        return row
+
+    def _union(self, fits: Sequence[bool]) -> NDArray[np.int32]:
+        row = np.zeros_like(self.legal.row)
+        for group in compress(self._groups, fits):
+            if group.is_row:
                 row |= group.tokens
             else:
                 add_tokens(row, group.tokens)
-        row.flags.writeable = False
         return row
 
     def look(self, probe: Probe) -> None:
@@ -430,6 +451,21 @@ class Scan:
             by_way.setdefault(way, []).append(token)
         for way, found in by_way.items():
             self._groups.append(_Group(np.array(found, dtype=np.int64), way))
+
+    def narrowed(self, legal: _Legal, probe: Probe) -> Scan | None:
+        """The scan where fewer tokens are legal; None if that has to be looked at.
+
+        A few tokens without structure are tested again.
+        """
+        if not self.legal.holds(legal):
+            return None
+        for group in self._groups:
+            tested = spread_tokens(group.tokens & legal.row, _ALIKE) if group.is_row else []
+            if not all(self._completes(probe, token, group.way) for token in tested):
+                return None
+        scan = Scan(self._endings, self._state, self._remaining, legal)
+        scan._ways, scan._groups, scan._unions = self._ways, self._groups, self._unions
+        return scan
 
     def _test_content(self, probe: Probe) -> None:
         way, content = self._state.text, self._endings.tokens.content

@@ -13,7 +13,7 @@ import pytest
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar
-from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
+from guided_spec.grammar.completion.search import Scan, SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
@@ -49,6 +49,12 @@ SCHEMAS: dict[str, Any] = {
     "pattern": {"type": "string", "pattern": '^"[a-z ]{2,9}$'},
     "end": {"type": "string", "pattern": "^(.*x|)$"},
     "number": {"type": "number"},
+    "counted": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 40}, "a": {"type": "number"}},
+        "required": ["name", "a"],
+        "additionalProperties": False,
+    },
     "nested": {"type": "array", "items": {"type": "array", "items": STRING, "minItems": 1}},
     "format": {"type": "array", "items": {"type": "string", "format": "date-time"}, "minItems": 2},
 }
@@ -208,6 +214,37 @@ def test_a_fork_and_its_original_look_once(monkeypatch: pytest.MonkeyPatch) -> N
         if not original.accept_token(token):
             break
     assert len(looks) == count
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_a_limited_string_ends_rows_are_those_of_a_full_look(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its last tokens leaves fewer legal ones; that alone is no reason to look again."""
+    compiled, looks = compiled_of("counted"), list[int]()
+    look = Scan.look
+
+    def counted(scan: Scan, text: Any) -> None:
+        looks.append(0)
+        look(scan, text)
+
+    monkeypatch.setattr(Scan, "look", counted)
+    matcher, looking = (
+        CompletingGrammar(compiled, endings_of(compiled), 70).new_matcher() for _ in range(2)
+    )
+    dice, before = random.Random(seed), b'{"name": "'
+    text = before + bytes(dice.choice(b"abcdefgh") for _ in range(39))
+    for at, byte in enumerate(text):
+        count = len(looks)
+        own = legal(matcher, EOS + 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Scan, "narrowed", lambda *_: None)
+            assert own == legal(looking, EOS + 1)
+        if at > len(before) + 20:
+            assert len(looks) - count <= 1  # the other one's
+        assert matcher.accept_token(byte)
+        assert looking.accept_token(byte)
+    assert len(looks) > 9
 
 
 def test_steps_that_close_come_first_and_worn_ones_last() -> None:
