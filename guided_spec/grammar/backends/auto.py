@@ -59,11 +59,13 @@ class AutoBackend(DocumentBackend[_Compiled]):
     ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
 
     The attribute ``backend`` of a compiled grammar names the one that took it.
+
+    compile_threads: as for ``XGrammarBackend``.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, compile_threads: int = 2) -> None:
         self.vocabulary = vocabulary
-        self._first = XGrammarBackend(vocabulary)
+        self._first = XGrammarBackend(vocabulary, compile_threads=compile_threads)
 
     def enforce(self, document: SpecDocument) -> _Compiled:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused.

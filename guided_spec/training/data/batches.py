@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
 from guided_spec.errors import ConfigError, GrammarError
-from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.backends.auto import AutoBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import row_allows
@@ -320,7 +320,7 @@ class GrammarMasks:
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        self._backend: XGrammarBackend | None = None
+        self._backend: AutoBackend | None = None
         self._known = lru_cache(maxsize=self._cache_size)(self._compile)
         self.rejected = 0
         self.failed = 0
@@ -328,7 +328,7 @@ class GrammarMasks:
     def _compile(self, grammar: str) -> CompiledGrammar | None:
         if self._backend is None:
             # There are many workers already, and threads of a parent are dead after a fork.
-            self._backend = XGrammarBackend(self.vocabulary, compile_threads=1)
+            self._backend = AutoBackend(self.vocabulary, compile_threads=1)
         spec = read_grammar_text(grammar)
         assert spec is not None
         try:

@@ -44,6 +44,22 @@ def masks(vocabulary: Vocabulary) -> GrammarMasks:
     return GrammarMasks(vocabulary)
 
 
+@pytest.mark.parametrize(
+    ("schema", "backend"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string"}}}, "xgrammar"),
+        # xgrammar's rows of long counts cost tens of milliseconds each.
+        ({"type": "string", "maxLength": 600}, "llguidance"),
+        ({"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}, "llguidance"),
+    ],
+)
+def test_a_grammar_is_compiled_as_it_is_where_texts_are_served(
+    schema: dict[str, Any], backend: str, masks: GrammarMasks
+) -> None:
+    compiled: Any = masks.compile(write_grammar_text(GrammarSpec.json_schema(schema)))
+    assert compiled.backend == backend
+
+
 def test_rows_are_those_of_a_matcher(heldout: Path, tokenizer: Any, masks: GrammarMasks) -> None:
     dataset = load_examples([heldout], tokenizer, stop_ids=[0], max_length=512, limit=30)
     backend = XGrammarBackend(masks.vocabulary)
