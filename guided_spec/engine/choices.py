@@ -13,7 +13,7 @@ from guided_spec.engine.outputs import ChoiceOutput, Chunk, cancel_all
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
+from guided_spec.grammar.text.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens
 from guided_spec.kinds import require_one_of
 from guided_spec.types import SamplingParams

@@ -50,8 +50,8 @@ from guided_spec.engine.request import Job, Request
 from guided_spec.engine.rows.progress import ProgressBar
 from guided_spec.engine.rows.row_map import SLOTS_AHEAD, RowMap
 from guided_spec.errors import ConfigError, GuidedSpecError
-from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.choice_tree import ChoicePaths
 from guided_spec.home import Home, Homebound
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.proposers import takes_draft

@@ -26,8 +26,8 @@ from typing import (
 
 from guided_spec.engine.prompt import Prompt
 from guided_spec.errors import ConfigError, GuidedSpecError, TextCutShortError
-from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.text.choice_tree import ChoicePaths
 from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.home import once_per_process
 from guided_spec.kinds import nearest_names, require_known, require_one_of

@@ -17,8 +17,8 @@ from guided_spec.engine.outputs import (
     warn_of_shortening,
 )
 from guided_spec.errors import GrammarError, GuidedSpecError, TextCutShortError
-from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.text.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText

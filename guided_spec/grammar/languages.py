@@ -15,16 +15,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.characters import Ranges, category, code_points, normalize, set_of
 from guided_spec.grammar.regex import (
     BOUNDARIES,
     RE_PARSER,
-    Ranges,
     begun_with,
-    category,
-    code_points,
-    normalize,
     readable,
-    set_of,
     to_fullmatch,
     to_search_bounded,
 )

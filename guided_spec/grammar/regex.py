@@ -9,79 +9,23 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.characters import (
+    ANY_CHARACTER,
+    ESCAPED,
+    JSON_PLAIN,
+    Ranges,
+    intersect,
+    normalize,
+    set_of,
+)
 from guided_spec.grammar.steps import is_limited, spend, spend_on_text
-
-Ranges = tuple[tuple[int, int], ...]
-"""Inclusive, ascending, and neither touching nor overlapping."""
-
-_LAST = 0x10FFFF
-# Without U+0000, which the backend cannot hold, and surrogates, which UTF-8 cannot.
-ANY_CHARACTER: Ranges = ((1, 0xD7FF), (0xE000, _LAST))
-# What may stand unescaped between the quotes of a JSON string.
-JSON_PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, _LAST))
-
-ESCAPED: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-"""What may not."""
-
-_ASCII: dict[str, Ranges] = {
-    "digit": ((48, 57),),
-    "space": ((9, 13), (32, 32)),
-    "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
-}
-_UNICODE = {"digit": r"\d", "space": r"\s", "word": r"\w"}
-
-
-def normalize(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sort, and join what touches."""
-    joined: list[tuple[int, int]] = []
-    ranges = sorted(ranges)
-    spend(1 + len(ranges) // 8)
-    for low, high in ranges:
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
-        else:
-            joined.append((low, high))
-    return tuple(joined)
-
-
-def complement(ranges: Ranges) -> Ranges:
-    """Every code point that is not in ``ranges``."""
-    gaps = []
-    start = 0
-    spend(1 + len(ranges) // 8)
-    for low, high in ranges:
-        if start < low:
-            gaps.append((start, low - 1))
-        start = high + 1
-    if start <= _LAST:
-        gaps.append((start, _LAST))
-    return tuple(gaps)
-
-
-def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """The code points in both."""
-    return complement(normalize((*complement(one), *complement(other))))
-
-
-@cache
-def category(kind: str, *, ascii_only: bool) -> Ranges:
-    """The characters of ``\\d`` ("digit"), ``\\s`` ("space") or ``\\w`` ("word")."""
-    if ascii_only:
-        return _ASCII[kind]
-    codes = np.arange(_LAST + 1, dtype="<u4")
-    text = codes.tobytes().decode("utf-32-le", "surrogatepass")
-    runs = re.finditer(f"{_UNICODE[kind]}+", text)
-    return tuple((run.start(), run.end() - 1) for run in runs)
-
 
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 
@@ -100,10 +44,9 @@ and nothing that ``re`` matches is left out."""
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
 
-_IN_JSON: Ranges = ((0, 0xD7FF), (0xE000, _LAST))
+_IN_JSON: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _SHORT = 4096  # characters of a pattern that is remembered
 _MOST_WRITTEN_OUT = 128  # beyond it xgrammar counts in one state, by an automaton of its own
-_NEWLINE: Ranges = ((10, 10),)
 # Characters by their bytes in UTF-8: at most two, three, four.
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
 _BEGIN = ("AT_BEGINNING", "AT_BEGINNING_STRING")
@@ -327,8 +270,6 @@ class _Writer:
         return parts
 
     def _check_flags(self, flags: int) -> None:
-        if flags & re.IGNORECASE:
-            raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
         if flags & re.MULTILINE and self.context == "most":
             raise self._refuse("the flag (?m)", "rewrite it without")
 
@@ -440,43 +381,6 @@ def _is_at(node: Any, anchors: tuple[str, ...]) -> bool:
     return str(op) == "AT" and str(value) in anchors
 
 
-def set_of(op: str, value: Any, flags: int, *, whole: bool = False) -> Ranges:
-    """The characters of a literal or class of a parsed regex.
-
-    whole: with the characters of ``\\d``, ``\\w`` and ``\\s`` that are not ASCII.
-    """
-    if op == "LITERAL":
-        return ((value, value),)
-    if op == "NOT_LITERAL":
-        return complement(((value, value),))
-    if op == "ANY":
-        return ((0, _LAST),) if flags & re.DOTALL else complement(_NEWLINE)
-    negated = str(value[0][0]) == "NEGATE"
-    exact = negated or bool(flags & re.ASCII)
-    ranges: list[tuple[int, int]] = []
-    for kind, member in value[1:] if negated else value:
-        match str(kind):
-            case "LITERAL":
-                ranges.append((member, member))
-            case "RANGE":
-                ranges.append(member)
-            case _:
-                ranges.extend(_category(str(member), flags, exact=exact, whole=whole))
-    return complement(normalize(ranges)) if negated else normalize(ranges)
-
-
-def _category(name: str, flags: int, *, exact: bool, whole: bool = False) -> Ranges:
-    ascii_only = bool(flags & re.ASCII)
-    kind = name.rsplit("_", 1)[-1].lower()  # CATEGORY_NOT_DIGIT: digit
-    if whole:
-        ranges = category(kind, ascii_only=ascii_only)
-        return complement(ranges) if "_NOT_" in name else ranges
-    if "_NOT_" in name:
-        # Inside [^...] this set is taken away again: it must then be too wide, never too narrow.
-        return complement(category(kind, ascii_only=ascii_only or exact))
-    return category(kind, ascii_only=ascii_only or not exact)
-
-
 def _write_class(ranges: Ranges) -> str:
     """``[...]`` with "^" last: the backend takes a first "^" for a negation, escaped or not."""
     parts = []
@@ -493,22 +397,6 @@ def _write_class(ranges: Ranges) -> str:
 
 def _write_range(low: int, high: int) -> str:
     return f"\\u{{{low:x}}}" if low == high else f"\\u{{{low:x}}}-\\u{{{high:x}}}"
-
-
-def code_points(items: Any) -> Ranges:
-    """All characters that literals and classes of a parsed regex stand for."""
-    found: list[tuple[int, int]] = []
-    for op, value in items:
-        match str(op):
-            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
-                found += set_of(str(op), value, re.DOTALL)
-            case "SUBPATTERN":
-                found += code_points(value[3])
-            case "BRANCH":
-                found += [pair for option in value[1] for pair in code_points(option)]
-            case "MAX_REPEAT" | "MIN_REPEAT":
-                found += code_points(value[2])
-    return normalize(found)
 
 
 def fits_length(pattern: str, low: int, high: int | None) -> bool:

@@ -153,7 +153,6 @@ def test_what_people_write(pattern: str, right: list[str], wrong: list[str]) -> 
         "^a(?!b)",
         "^(?<!a)b",
         r"^(?!(a)\1)b",
-        "(?i)^(?!a)b",
         "(?m)^(?!a$)b",
         "^ab",
     ],
@@ -162,9 +161,17 @@ def test_other_lookahead_stays(pattern: str) -> None:
     assert without_looks(pattern) is None
 
 
+def test_both_cases_are_left_out() -> None:
+    written = outside("(?i)a")
+    assert written is not None
+    assert [text for text in ("", "b", "a", "xA") if re.search(written, text)] == ["", "b"]
+    looked = without_looks("(?i)^(?!a)[ab]$")
+    assert looked is not None
+    assert [text for text in "aAbB" if re.search(looked, text)] == ["b", "B"]
+
+
 def test_flags_that_find_more_are_not_negated() -> None:
     assert outside("(?m)^a$") is None
-    assert outside("(?i)a") is None
     assert outside(r"(a)\1") is None
 
 

@@ -168,7 +168,6 @@ def test_python_reads_it_so(pattern: str, matching: str, other: str) -> None:
         ("(a)?(?(1)b|c)", "conditional"),
         ("(?>a*)b", "atomic"),
         ("a*+", "possessive"),
-        ("(?i)a", "flag"),
         (r"[^\s\S]", "class"),
         ("(", "unterminated"),
         (r"\p{Lu}", "bad escape"),

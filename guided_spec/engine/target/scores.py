@@ -10,7 +10,7 @@ from torch.nn.functional import log_softmax
 
 from guided_spec.engine.request import Request
 from guided_spec.errors import NoTokenLeftError
-from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
+from guided_spec.grammar.text.choice_tree import ChoiceTree, TokenRow
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.host import pad_ids, to_device

@@ -10,17 +10,16 @@ import xgrammar
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import regex_ebnf
-from guided_spec.grammar.regex import (
+from guided_spec.grammar.characters import (
     ANY_CHARACTER,
     ESCAPED,
     JSON_PLAIN,
     Ranges,
     complement,
     intersect,
-    json_escape,
     normalize,
-    to_fullmatch,
 )
+from guided_spec.grammar.regex import json_escape, to_fullmatch
 from guided_spec.grammar.steps import spend_on_text
 
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|([^\\])")

@@ -17,15 +17,8 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, TypeAlias
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import (
-    ANY_CHARACTER,
-    RE_PARSER,
-    Ranges,
-    code_points,
-    intersect,
-    normalize,
-    readable,
-)
+from guided_spec.grammar.characters import ANY_CHARACTER, Ranges, code_points, intersect, normalize
+from guided_spec.grammar.regex import RE_PARSER, readable
 from guided_spec.grammar.steps import spend
 
 _ANY, _SOME = "/(?s:.*)/", "/(?s:.+)/"

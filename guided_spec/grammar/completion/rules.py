@@ -16,10 +16,11 @@ from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.printed import set_ranges, unescape
 from guided_spec.grammar.backends.tag import ending_rules
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
+from guided_spec.grammar.characters import JSON_PLAIN, intersect, normalize
 from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.completion.spelling import NO_TEXT, mark_of
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize, to_fullmatch
+from guided_spec.grammar.regex import to_fullmatch
 
 
 def tells_rules(compiled: CompiledGrammar) -> bool:

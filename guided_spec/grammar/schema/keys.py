@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, readable, to_fullmatch
+from guided_spec.grammar.characters import JSON_PLAIN
+from guided_spec.grammar.regex import RE_PARSER, readable, to_fullmatch
 from guided_spec.grammar.schema.lowered import all_parts
 from guided_spec.grammar.steps import spend
 

@@ -13,8 +13,8 @@ from guided_spec import GrammarSpec, SamplingParams
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.choice_tree import ChoiceTree
 from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.text.choice_tree import ChoiceTree
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm import llm as integration
 from guided_spec.integrations.vllm.grammars import GrammarText, written

@@ -16,6 +16,7 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _OF_PLACE = 16  # steps
 _DEPTH = 12
 _ENOUGH = 10**6  # values: more are not told apart
+_ANY_CASE = re.compile(r"\(\?[a-z]*i")
 _NO_CONDITION = frozenset({"anyOf", "title", "description", "default", "$comment"})
 _LOOKS = re.compile(r"\(\?(?:[=!]|<[=!]|\()")  # at what comes next, or came before
 
@@ -195,7 +196,7 @@ def _of_string(node: dict[str, Any]) -> _Amount:
         return _Amount(math.inf if high == math.inf else 90 if high >= 1 else 1)
     if high < math.inf or "minLength" in node:
         return _Amount(0)
-    if _LOOKS.search(pattern):
+    if _LOOKS.search(pattern) or _ANY_CASE.search(pattern):
         return _Amount(0)
     return _Amount(_of_parts(RE_PARSER.parse(pattern)))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.choice_tree import MOST_NODES, ChoiceTree
+from guided_spec.grammar.text.choice_tree import MOST_NODES, ChoiceTree
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.toys import Rule, ToyTarget, text_rule
 
