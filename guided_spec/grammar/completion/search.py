@@ -394,9 +394,11 @@ class _Legal(NamedTuple):
         """Whether both rows are the same."""
         return all(map(np.array_equal, self, other))
 
-    def holds(self, other: _Legal) -> bool:
-        """Whether the other one allows nothing more."""
-        return not (other.row & ~self.row).any()
+    def holds(self, other: _Legal, content: NDArray[np.int32]) -> bool:
+        """Whether the other one allows the same but for some of ``content``, int32 [W]."""
+        lost = self.row & ~other.row
+        is_less = not (other.row & ~self.row).any() and not (lost & ~content).any()
+        return is_less and not ((self.alike ^ other.alike) & ~content).any()
 
 
 class Scan:
@@ -453,11 +455,11 @@ class Scan:
             self._groups.append(_Group(np.array(found, dtype=np.int64), way))
 
     def narrowed(self, legal: _Legal, probe: Probe) -> Scan | None:
-        """The scan where fewer tokens are legal; None if that has to be looked at.
+        """The scan where fewer tokens without structure are legal; None if one has to look.
 
-        A few tokens without structure are tested again.
+        A look would find the same: it takes those tokens together, of which a few are tested.
         """
-        if not self.legal.holds(legal):
+        if not self.legal.holds(legal, self._endings.tokens.content):
             return None
         for group in self._groups:
             tested = spread_tokens(group.tokens & legal.row, _ALIKE) if group.is_row else []
