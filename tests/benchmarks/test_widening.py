@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.widening import models
 from benchmarks.widening.files import write_safetensors
 from benchmarks.widening.layer import WideTensor
 from benchmarks.widening.models import WideFolders, main, write_wide, write_wide_head
@@ -282,6 +285,35 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--output", str(tmp_path), "--dtype", "float16"])
     assert result.exit_code == 1
     assert "bfloat16 or float32" in " ".join(result.stderr.split())
+
+
+def test_the_command_widens_any_llama_and_its_heads(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "write_wide", partial(write_wide, shape=WIDE))
+    monkeypatch.setattr(models, "write_wide_head", partial(write_wide_head, shape=WIDE))
+    command = typer.Typer()
+    command.command()(main)
+    arguments = ["--output", str(tmp_path), "--target", str(pair.target), "--dtype", "float32"]
+    result = CliRunner().invoke(command, [*arguments, "--head", str(pair.eagle3)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
+        "target": str(tmp_path / "target"),
+        pair.eagle3.name: str(tmp_path / pair.eagle3.name),
+    }
+    for name, before in (("target", pair.wide.target), (pair.eagle3.name, pair.wide.eagle3)):
+        (found,) = (tmp_path / name).glob("*.safetensors")
+        assert before is not None
+        assert found.read_bytes() == (before / found.name).read_bytes()
+
+
+def test_a_tokenizer_keeps_its_chat_template(tmp_path: Path) -> None:
+    source, folder = tmp_path / "small", tmp_path / "wide"
+    shutil.copytree(bundled_asset("target"), source)
+    folder.mkdir()
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    write_tokenizer(source, folder, range(4096, 4100))
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_filled_up_tokenizer_writes_what_the_small_one_does(tmp_path: Path) -> None:
