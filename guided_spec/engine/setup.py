@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -480,6 +481,11 @@ def find_tokenizer(model: Any, options: Options) -> Any:
 
 _WARM_PROMPT = 8  # tokens
 _WARM_STEPS = 2  # of a text at least
+# The second one is llguidance's under "auto": to make that backend takes half a second.
+_WARM_SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": "string", "maxLength": 600},
+)
 # Triton compiles a number that is 1 or a multiple of 16 by itself.
 _WARM_BATCHES = (1, 2, 16)
 
@@ -493,8 +499,8 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
     """
     began = time.perf_counter()
     grammars.warm_up()
-    spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
-    grammar = grammars.queue.submit(spec)
+    specs = map(GrammarSpec.json_schema, _WARM_SCHEMAS)
+    grammar, *others = [grammars.queue.submit(spec) for spec in specs]
     if engine.model.device.type == "cuda":
         _compile_kernels(engine)
     compiled = time.perf_counter() - began
@@ -515,6 +521,7 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         )
         job = Job(prompt, params, length, 0, one, grammars.endings)
         _write_texts(engine, [Request(job, vocabulary, _ignore) for _ in range(batch)])
+    wait(others)
     engine.close_captures()
     seconds = time.perf_counter() - began
     logger.info(

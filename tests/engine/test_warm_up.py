@@ -14,6 +14,8 @@ from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.ops.sampling.warm_up import SAMPLINGS, drafts_of_every_kind
 from guided_spec.proposers.chain import Chain
@@ -66,6 +68,13 @@ def test_no_step_captures_behind_it(
             assert chunk.completion.error is None
     assert {*lengths} == {0, 3, 5}
     assert len(graphs) == before
+    # What llguidance's grammars need is there as well: it would hold all texts for half a second.
+    monkeypatch.setattr(LLGuidanceBackend, "__init__", None)
+    monkeypatch.setattr(SearchTokens, "__init__", None)
+    spec = GrammarSpec.json_schema({"type": "string", "maxLength": 601})
+    grammar = setup.grammars.queue.submit(spec).result()
+    assert setup.grammars.endings is not None
+    assert isinstance(setup.grammars.endings.of(grammar), SearchEndings)
     setup.grammars.queue.close()
 
 
