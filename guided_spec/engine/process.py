@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = "from guided_spec.engine.process import serve; serve()"
 _STOP_SECONDS = 30.0  # to end by itself, once nobody needs it
+_TURN_SECONDS = 0.001
 _LOAD_SECONDS = 0.1  # between two looks at how busy the engine is
 _LOGGER = "guided_spec"
 
@@ -399,7 +400,7 @@ def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
 def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
     """Load the model and serve requests."""
     try:
-        with LLM(**start.arguments) as llm, frozen_heap():
+        with LLM(**start.arguments) as llm, frozen_heap(), short_turns():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
             outgoing.put(_Ready(*known, repr(llm)))
             with contextlib.suppress(EOFError, OSError):
@@ -459,6 +460,21 @@ def _report_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.
         if load != last:
             outgoing.put(load)
             last = load
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Inside, a thread that wants the interpreter waits 1 ms for a busy one, not 5 ms.
+
+    Threads that compile new grammars take it some ten times each, while the engine's is busy. For a
+    process that serves one model, once its kernels are loaded: many threads load those.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""The garbage collector while something is timed."""
+"""What a process that serves one model does with the interpreter."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import pytest
 
-from guided_spec.engine.process import frozen_heap
+from guided_spec.engine.process import frozen_heap, short_turns
 
 
 class Node:
@@ -32,3 +33,10 @@ def test_what_fails_inside_thaws_it() -> None:
     with pytest.raises(ZeroDivisionError), frozen_heap():
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
+
+
+def test_turns_are_short_inside_alone() -> None:
+    before = sys.getswitchinterval()
+    with short_turns():
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    assert sys.getswitchinterval() == pytest.approx(before)
