@@ -195,19 +195,24 @@ def test_harmony_without_tools(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_kimi_k3_reasons_and_responds(llm: LLM, thinking: Any) -> None:
+@pytest.mark.parametrize("choice", ["no tools", "auto", "none", "off"])
+def test_kimi_k3_reasons_and_responds(llm: LLM, choice: str, thinking: Any) -> None:
     """The prompt opens one of the two parts, and tags end them, with tools and without."""
     params = replace(SHORT, max_tokens=360)
     chosen = options(TEMPLATES["kimi_k3"], variables={"thinking": thinking}, params=params)
     chosen["response_format"] = {"type": "regex_schema", "regex_schema": "[0-9]{3}"}
-    for tools, choice in (([], "auto"), (TOOLS, "auto"), (TOOLS, "none"), (TOOLS, "off")):
-        chosen["tool_choice"] = choice
-        output = llm.chat(ASK, tools, **chosen)
-        assert (output.reasoning is not None) == thinking
-        assert bool(output.tool_calls) != bool(output.text)
-        assert choice != "off" or output.tool_calls
-        assert output.tool_calls or re.fullmatch("[0-9]{3}", output.text)
-        assert "<|" not in output.text
+    tools = [] if choice == "no tools" else TOOLS
+    chosen["tool_choice"] = choice if tools else "auto"
+    output = llm.chat(ASK, tools, **chosen)
+    assert (output.reasoning is not None) == thinking
+    assert bool(output.tool_calls) != bool(output.text)
+    assert choice != "off" or output.tool_calls
+    assert output.tool_calls or re.fullmatch("[0-9]{3}", output.text)
+    assert "<|" not in output.text
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_kimi_k3_writes_free_text(llm: LLM, thinking: Any) -> None:
     free = llm.chat(ASK, TOOLS, **options(TEMPLATES["kimi_k3"], variables={"thinking": thinking}))
     assert "response<|sep|>" not in free.text
 
