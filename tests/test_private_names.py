@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "tests" / "private_names.md"
 RECORDS = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples: public, for all that
@@ -60,6 +62,7 @@ text = "not _a name"
     assert used == {"_commit_row", "_theirs", "_own_plan", "_own_launch"}
 
 
+@pytest.mark.slow
 def test_private_names_that_tests_use_are_listed() -> None:
     table = PAGE.read_text()
     listed = set(re.findall(r"`(_\w+)`", table))

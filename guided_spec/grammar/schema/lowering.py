@@ -236,6 +236,8 @@ class Lowering:
             if extra is not False and parts.rest is not None:
                 found[parts.rest] = extra
             changed["additionalProperties"] = False
+        elif not found:  # an object that lists no keys at all would not be closed
+            changed["additionalProperties"] = False
         if names is not None and listed:
             own = {name: part if holds(names, name) else False for name, part in listed.items()}
             changed["properties"] = own

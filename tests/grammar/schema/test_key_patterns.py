@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
@@ -59,6 +59,9 @@ def valid(schema: Any, value: Any) -> bool:
     extra=EXTRAS,
     names=NAMES,
     is_closed=st.booleans(),
+)
+@example(
+    patterns={"^(?!a)": True}, properties={}, extra=None, names={"pattern": "^a"}, is_closed=True
 )
 def test_lowered_objects_are_those_of_the_schema(
     patterns: Any, properties: Any, extra: Any, names: Any, is_closed: Any
