@@ -45,6 +45,6 @@ def test_prompts_and_steps_follow_each_other(
     plain = 8 * 256 / 512 * 0.1 + 20 * 0.02
     assert device_limit(llm, eight, 4, 5, None) == pytest.approx(8 * 50 / plain)
     (tmp_path / "model.safetensors").write_bytes(bytes(3000))
-    monkeypatch.setattr(limit, "_bandwidth", lambda _device: 1e6)
+    monkeypatch.setattr(limit, "read_bandwidth", lambda _device: 1e6)
     drafts = 20 * 5 * 3000 / 1e6
     assert device_limit(llm, eight, 4, 5, str(tmp_path)) == pytest.approx(400 / (plain + drafts))
