@@ -21,7 +21,7 @@ import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from benchmarks.schemas.corpus import SchemaCase, load_cases
+from benchmarks.schemas.corpus import SchemaCase, load_cases, padded_vocabulary
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.process import frozen_heap
@@ -31,7 +31,6 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.state import TextState
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer
 
 _LONGEST = 2000  # tokens of a document
@@ -78,8 +77,7 @@ def main(  # noqa: PLR0913 - the options of a command
         times = Table("vocabulary", "to spare", "what", "p50 ms", "p99 ms", "max ms")
         for name in tokenizer or [str(bundled_asset("target"))]:
             loaded = load_tokenizer(name)
-            size = -(-len(loaded) // 128) * 128  # padded, as models' logits are
-            vocabulary = Vocabulary.from_tokenizer(loaded, size, [loaded.eos_token_id])
+            vocabulary = padded_vocabulary(loaded)
             compiler = BackendChoice(backend, vocabulary)
             documents = list(documents_of(cases, compiler, loaded))
             endings = EndingsCache(vocabulary)

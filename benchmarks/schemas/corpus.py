@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.vocabulary import Vocabulary
 
 _ENDINGS = (".json", ".jsonl", ".jsonl.gz")
 
@@ -99,3 +100,9 @@ def _read_lines(path: Path) -> Iterator[SchemaCase]:
 
 def _instances(tests: list[dict[str, Any]]) -> tuple[Instance, ...]:
     return tuple(Instance(test["data"], test["valid"]) for test in tests)
+
+
+def padded_vocabulary(tokenizer: Any) -> Vocabulary:
+    """Of a loaded tokenizer, as many tokens as a model's logits have: a multiple of 128."""
+    size = -(-len(tokenizer) // 128) * 128
+    return Vocabulary.from_tokenizer(tokenizer, size, [tokenizer.eos_token_id])

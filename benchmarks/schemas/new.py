@@ -20,6 +20,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from benchmarks.schemas.corpus import padded_vocabulary
 from benchmarks.serving.requests import make_requests
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
@@ -65,8 +66,7 @@ def main(
     """Prepare schemas and follow their texts."""
     with failures_as_messages():
         loaded = load_tokenizer(tokenizer)
-        size = -(-len(loaded) // 128) * 128  # padded, as models' logits are
-        vocabulary = Vocabulary.from_tokenizer(loaded, size, [loaded.eos_token_id])
+        vocabulary = padded_vocabulary(loaded)
         rooms = [int(bound) for bound in bounds.split(",")]
         names = ("prepare, ms", "by a worker", "a token, us", *(f"of {room}" for room in rooms))
         table = Table("set", *names)

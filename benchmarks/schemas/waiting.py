@@ -18,12 +18,12 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from benchmarks.schemas.corpus import padded_vocabulary
 from benchmarks.serving.requests import Request, make_requests
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.config import EngineConfig
 from guided_spec.grammar.pipeline import RequestGrammars
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.tokenizer import load_tokenizer
 
 _BUSY, _IDLE = 0.007, 0.002  # seconds of a step
@@ -41,8 +41,7 @@ def main(
     """Compile new schemas beside a busy thread."""
     with failures_as_messages():
         loaded = load_tokenizer(tokenizer)
-        size = -(-len(loaded) // 128) * 128  # padded, as models' logits are
-        vocabulary = Vocabulary.from_tokenizer(loaded, size, [loaded.eos_token_id])
+        vocabulary = padded_vocabulary(loaded)
         grammars = RequestGrammars.build(EngineConfig(), vocabulary, loaded)
         grammars.warm_up()
         found = dict[str, list[list[float]]]()
