@@ -5,6 +5,7 @@ Prompts and schemas are our own, of the same kinds and shapes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import uuid
@@ -137,16 +138,29 @@ def _documents(count: int) -> list[Request]:
     return [_of_item(item) for item in load_workload(Path(bundled_asset("heldout.jsonl")), count)]
 
 
-def _unique_documents(_count: int) -> list[Request]:
-    """Each schema with an optional property of its own, so that nobody has compiled it before."""
+def _noted_documents(count: int, name: Callable[[int], str]) -> list[Request]:
+    """Each schema with an optional property of its own. name: of the i-th one."""
     found = list[Request]()
-    for item in load_workload(Path(bundled_asset("heldout.jsonl"))):
+    items = load_workload(Path(bundled_asset("heldout.jsonl")))
+    for item in itertools.cycle(items):
+        if len(found) == count:
+            return found
         schema = _schema_of(item.grammar)
         if "properties" in schema:
-            schema["properties"][f"note_{uuid.uuid4().hex}"] = {"type": "string"}
+            schema["properties"][f"note_{name(len(found))}"] = {"type": "string"}
             grammar = GrammarSpec.json_schema(schema)
             found.append(Request(item.prompt, grammar, grammar))
     return found
+
+
+def _unique_documents(count: int) -> list[Request]:
+    """Schemas that nobody has compiled before."""
+    return _noted_documents(count, lambda _at: uuid.uuid4().hex)
+
+
+def _known_documents(count: int) -> list[Request]:
+    """The same in each run: what ``_unique_documents`` costs from the second run on."""
+    return _noted_documents(count, lambda at: uuid.uuid5(uuid.NAMESPACE_OID, str(at)).hex)
 
 
 def _schema_of(grammar: GrammarSpec | None) -> dict[str, Any]:
@@ -206,6 +220,7 @@ def _evaluation(count: int) -> list[Request]:
 
 DATASETS: Mapping[str, Callable[[int], list[Request]]] = {
     "documents": _documents,
+    "documents-known": _known_documents,
     "documents-unique": _unique_documents,
     "json": lambda _count: [_profile(_SCHEMA)],
     "json-unique": lambda count: [_unique_profile() for _ in range(count)],

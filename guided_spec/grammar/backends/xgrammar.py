@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -43,6 +43,7 @@ from guided_spec.grammar.vocabulary import SplitSurrogates, Vocabulary
 # take 40 MB each, and seconds to compile.
 _CACHE_BYTES = 128 * 2**20
 CACHE_BUG = "per_rule_fsm_hashes"
+_SHORT_CALLS = frozenset(("accept_token", "fork", "is_completed", "is_terminated", "rollback"))
 # Fields of a serialized ``TokenizerInfo``; quotes inside of tokens are escaped there.
 _SORTED, _BEHIND = '"sorted_decoded_vocab":', '"trie_subtree_nodes_range":'
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
@@ -91,6 +92,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         self.vocabulary = vocabulary
         self._without_bytes = vocabulary.without_bytes
         self._compile_threads = compile_threads
+        _hold_interpreter()
         self._tag_compiler = lru_cache(maxsize=8)(self._new_tag_compiler)
         self._compilers = self._new_compilers(list(vocabulary.token_bytes))
 
@@ -302,6 +304,19 @@ class SurrogateFilter(NamedTuple):
         word = token_id >> 5
         others = self.split.others
         return 0 <= word < len(others) and bool(others[word] >> (token_id & 31) & 1)
+
+
+def _hold_interpreter() -> None:
+    """Let short calls of matchers keep the interpreter.
+
+    A step makes hundreds of them, of a microsecond each. Behind each one another thread, such as
+    one that compiles, could take the interpreter, and the engine's would have to be woken again.
+    """
+    with suppress(AttributeError):  # a release that binds in another way is slower, not wrong
+        core: Any = xgrammar.base
+        for method in core._core.GrammarMatcher.__tvm_ffi_type_info__.methods:
+            if method.name in _SHORT_CALLS:
+                method.func.release_gil = False
 
 
 def _with_prefixes(info: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xgrammar
 
 from guided_spec.errors import (
     GrammarCompileError,
@@ -219,3 +220,12 @@ def test_masks_have_every_token_that_goes_on(word: str) -> None:
                 at for at, text in enumerate(texts) if word[length:].startswith(text.decode())
             ]
             assert legal == going_on
+
+
+def test_short_calls_keep_the_interpreter_and_long_ones_do_not() -> None:
+    assert BACKEND.vocabulary is BYTES  # made once: so calls are as it wants them
+    core: Any = xgrammar.base
+    methods = core._core.GrammarMatcher.__tvm_ffi_type_info__.methods
+    releases = {method.name: method.func.release_gil for method in methods}
+    assert not any(releases[name] for name in ("accept_token", "fork", "rollback"))
+    assert releases["fill_next_token_bitmask"]
