@@ -64,10 +64,7 @@ def make_latents(
     rotation = Rotation(turned.cos().to(place, dtype), turned.sin().to(place, dtype))
     keys = LatentKeys(torch.rand(widths.latent).to(place, dtype), 1e-6, *pairs)
     buffers = KeyValues(
-        *(
-            buffer[..., :size].contiguous()
-            for buffer, size in zip(data.buffers, sizes, strict=True)
-        )
+        *(buffer[..., :size].contiguous() for buffer, size in zip(data.buffers, sizes, strict=True))
     )
     query = LatentQueries(*data.query.split(sizes, 2))
     return LatentData(query, data.new.keys[:, 0], buffers, data.places, keys, rotation)

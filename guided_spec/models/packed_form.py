@@ -43,17 +43,25 @@ def is_packed_on(device: torch.device, kernels: Kernels) -> bool:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of a token: heads of a size each; like: of its dtype and device."""
+    """What a layer keeps of a token, of the dtype and device of ``like``.
+
+    heads: of keys of ``size`` numbers each, and of values of ``value_size``.
+    """
 
     heads: int
     size: int
+    value_size: int
     like: Tensor
 
     @classmethod
     def of(cls, memory: KeyValues) -> LayerShape:
         """The shape of a layer with these keys and values."""
         _, heads, _, size = memory.keys.shape
-        return cls(heads, size, memory.keys.new_empty(0))
+        return cls(heads, size, memory.values.shape[3], memory.keys.new_empty(0))
+
+    def allocate(self, blocks: Blocks) -> KeyValues:
+        """Memory for it in the blocks."""
+        return blocks.allocate(self.heads, self.size, self.like, value_size=self.value_size)
 
 
 class PackedForm(NamedTuple):
@@ -67,7 +75,7 @@ class PackedForm(NamedTuple):
 
     def allocate(self, blocks: Blocks, num_slots: int, longest_draft: int) -> list[LayerStates]:
         """[L]: memory in the blocks, and states of the slots; see ``DeltaStates``."""
-        allocated = [None if one is None else blocks.allocate(*one) for one in self.layers]
+        allocated = [None if one is None else one.allocate(blocks) for one in self.layers]
         return _joined(allocated, self.decoder.states(num_slots, longest_draft))
 
     def state_bytes(self, longest_draft: int) -> int:

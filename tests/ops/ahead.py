@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from guided_spec.ops import launch_triton, mailbox_triton, table_rows, table_rows_triton
+from guided_spec.ops.attention import latent_attention_triton
+from guided_spec.ops.attention.latent_attention import LatentKeys, LatentQueries
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -233,6 +235,22 @@ def attend() -> None:
     slot_attention(query, None, buffers, places, scale=1.0)
 
 
+def attend_to_latents(count: int) -> None:
+    """Likewise, of a token or more in two rows, as DeepSeek-V3 does."""
+    line, rows = torch.zeros(2, count, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    places = SlotIndex(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255, width=4, view=256)
+    sizes, heads, like = (512, 64), 128, torch.empty(0, dtype=torch.bfloat16)
+    buffers = KeyValues(*(like.new_empty(4, 1, 64, size) for size in sizes))
+    rotation = Rotation(*like.new_empty(2, 256, 64))
+    keys = LatentKeys(like.new_empty(512), 1e-6, reads_pairs=True, writes_pairs=False)
+    query = like.new_empty(count, heads, 192)[..., 128:]
+    packed = like.new_empty(count, 1536 + 576)[:, 1536:]
+    rotary = latent_attention_triton.keep_latents(query, packed, keys, rotation, buffers, places)
+    latent = like.new_empty(heads, count, 512).transpose(0, 1)
+    given = LatentQueries(latent, rotary)
+    latent_attention_triton.latent_attention(given, buffers, places, scale=1.0)
+
+
 def compile_for(hopper: Hopper) -> Counter[str]:
     """From now on, in this process. Returns how often each kernel was compiled, as it goes on."""
     made: Counter[str] = Counter()
@@ -268,6 +286,8 @@ def main() -> None:
         for count in (1, 3, 64, 256):
             follow_tables(count)
         attend()
+        for count in (1, 6, 64):
+            attend_to_latents(count)
     assert hopper.loaded == {"guided-spec-compile": made.total()}, hopper.loaded
     sys.stdout.write(json.dumps(made) + "\n")
 

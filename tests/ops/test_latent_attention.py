@@ -28,7 +28,9 @@ from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import Case, Span, Unused, kept_positions
 
 WIDTHS = [Widths(8, 2), Widths(12, 4), Widths(16, 8)]
-CASE = Case(1, 4, 20, 9, 4, [Span(2, 7, 4), Span(0, 1, 3), Span(-1, 3, 1), Span(0, 4, 2)], Unused(2))
+CASE = Case(
+    1, 4, 20, 9, 4, [Span(2, 7, 4), Span(0, 1, 3), Span(-1, 3, 1), Span(0, 4, 2)], Unused(2)
+)
 PAIRS = [(True, False), (True, True), (False, False)]
 
 COMPARE = """
@@ -131,9 +133,7 @@ def _expanded(data: LatentData, matrices: Expanded) -> KeyValues:
     latents, rotary = data.buffers
     keys, values = (torch.einsum("bopc,hdc->bhpd", latents, one) for one in matrices)
     spread = rotary.expand(-1, keys.shape[1], -1, -1)
-    return KeyValues(
-        torch.cat([keys, spread], 3), torch.cat([values, torch.zeros_like(spread)], 3)
-    )
+    return KeyValues(torch.cat([keys, spread], 3), torch.cat([values, torch.zeros_like(spread)], 3))
 
 
 @pytest.mark.parametrize("pairs", PAIRS)

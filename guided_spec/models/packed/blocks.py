@@ -162,15 +162,18 @@ class Blocks:
         """Blocks that can be taken."""
         return len(self._unused) + len(self._idle)
 
-    def allocate(self, heads: int, size: int, like: Tensor, *, lag: int = 0) -> KeyValues:
+    def allocate(
+        self, heads: int, size: int, like: Tensor, *, value_size: int | None = None, lag: int = 0
+    ) -> KeyValues:
         """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each, zeros.
 
-        like: of its dtype and device. lag: how many of a position's successors what is kept for it
-            depends on.
+        like: of its dtype and device. value_size: of values; None: as of keys. lag: how many of a
+            position's successors what is kept for it depends on.
         """
         self.lag = max(self.lag, lag)
-        shape = (self.num_blocks + 1, heads, BLOCK, size)
-        return KeyValues(zeros_on_demand(like, shape), zeros_on_demand(like, shape))
+        shape = (self.num_blocks + 1, heads, BLOCK)
+        sizes = (size, size if value_size is None else value_size)
+        return KeyValues(*(zeros_on_demand(like, (*shape, one)) for one in sizes))
 
     def num_taken(self, slot: int) -> int:
         """Positions that ``start`` found for the slot's text."""

@@ -79,7 +79,7 @@ def latent_attention(
     tiles, is_only = count * heads // tile.rows + num_rows, tile.splits == 1
     parts = None if is_only else Parts.allocate(latent, tiles, 1, tile)
     with torch.cuda.device_of(latent):  # Triton launches on the current device
-        launch(_attend, (tiles, tile.splits), latent)(
+        launch(_attend_latents, (tiles, tile.splits), latent)(
             *(latent, rotary, *buffers, rows, output, *(parts or (output, output))),
             *(scale * LOG2_E.value, num_rows, tables, tables.stride(0), index.max_length, block),
             *(*latent.stride()[:2], *rotary.stride()[:2], tile.halvings, heads, size, padded),
@@ -124,7 +124,7 @@ def keep_latents(  # noqa: PLR0913 - what is kept, how, and where
         return rotated
     tables, size = index.tables, len(keys.norm)
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        launch(_keep, (count, 1 + triton.cdiv(heads, HEADS)), query)(
+        launch(_keep_latents, (count, 1 + triton.cdiv(heads, HEADS)), query)(
             *(query, packed, keys.norm, *rotation, len(rotation.cos), keys.eps, rotated),
             *(*buffers, index.tokens.contiguous(), count, tables, tables.stride(0)),
             *(index.max_length, buffers.keys.shape[2], *query.stride()[:2], packed.stride(0)),
@@ -137,7 +137,7 @@ def keep_latents(  # noqa: PLR0913 - what is kept, how, and where
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
+def _attend_latents(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     query,
     rotary,
     latents,
@@ -225,7 +225,15 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    source, target, at, cos, sin, mask, HALF: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr
+    source,
+    target,
+    at,
+    cos,
+    sin,
+    mask,
+    HALF: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
     """Rotate halves or pairs of what is at ``source``; pairs where READS, WRITES are true."""
     from_low, from_high = (2 * at, 2 * at + 1) if READS else (at, at + HALF)
@@ -238,7 +246,7 @@ def _turn(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=["count", "max_length", "positions", "table_row"])  # type: ignore[untyped-decorator]
-def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _keep_latents(  # type: ignore[no-untyped-def] # noqa: PLR0913
     query,
     packed,
     norm,
@@ -284,16 +292,16 @@ def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
         within = column < WIDTH
         weight = tl.load(norm + column, mask=within, other=0.0).to(tl.float32)
         await_previous(IS_DEPENDENT)
-        target = found.to(tl.int64) * POSITIONS + position % POSITIONS
+        kept_at = found.to(tl.int64) * POSITIONS + position % POSITIONS
         states = tl.load(packed + token * packed_token + column, mask=within, other=0.0)
         wide = states.to(tl.float32)
         root = tl.sqrt_rn(tl.sum(wide * wide, 0) / WIDTH + eps)
         normed = (wide * tl.div_rn(1.0, root)).to(states.dtype).to(tl.float32) * weight
         normed = normed.to(latents.dtype.element_ty)
         is_used = tl.where(slot >= 0, 1, 0)  # an unused token keeps nothing
-        tl.store(latents + target * WIDTH + column, normed, mask=column < is_used * WIDTH)
-        source, kept = packed + token * packed_token + WIDTH, at < is_used * half
-        _turn(source, keys + target * TURNED, at, c, s, kept, half, READS, WRITES)
+        tl.store(latents + kept_at * WIDTH + column, normed, mask=column < is_used * WIDTH)
+        key, kept = packed + token * packed_token + WIDTH, at < is_used * half
+        _turn(key, keys + kept_at * TURNED, at, c, s, kept, half, READS, WRITES)
     else:
         await_previous(IS_DEPENDENT)
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]

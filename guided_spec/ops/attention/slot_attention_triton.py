@@ -157,7 +157,15 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
-            *(*query.stride()[:2], how.halvings, *fixed, count_lines(of), lines, how.rows, how.block),
+            *(
+                *query.stride()[:2],
+                how.halvings,
+                *fixed,
+                count_lines(of),
+                lines,
+                how.rows,
+                how.block,
+            ),
             *(window, sunk[1], tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
