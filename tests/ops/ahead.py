@@ -36,7 +36,7 @@ from guided_spec.ops.attention.slot_attention_triton import slot_attention
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
 from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
-from guided_spec.ops.linear.experts import Gating, Projection
+from guided_spec.ops.linear.experts import Gating, GroupedChoice, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mailbox import Mailbox, Report
 from guided_spec.ops.mask_words import num_mask_words
@@ -235,6 +235,14 @@ def attend() -> None:
     slot_attention(query, None, buffers, places, scale=1.0)
 
 
+def choose_in_groups(count: int) -> None:
+    """Likewise, of so many tokens, as DeepSeek-V3 and V2 choose experts."""
+    like = torch.empty(0)
+    third = GroupedChoice(8, 8, 4, 2, is_sigmoid=True, bias=like.new_empty(256), has_shared=True)
+    experts_triton.route_in_groups(like.new_empty(count, 256), third)
+    experts_triton.route_in_groups(like.new_empty(count, 160), GroupedChoice(6, 8, 3))
+
+
 def attend_to_latents(count: int) -> None:
     """Likewise, of a token or more in two rows, as DeepSeek-V3 does."""
     line, rows = torch.zeros(2, count, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
@@ -288,6 +296,7 @@ def main() -> None:
         attend()
         for count in (1, 6, 64):
             attend_to_latents(count)
+            choose_in_groups(count)
     assert hopper.loaded == {"guided-spec-compile": made.total()}, hopper.loaded
     sys.stdout.write(json.dumps(made) + "\n")
 

@@ -91,8 +91,9 @@ class PackedLatentLayer:
         for_keys, for_values = self._expand
         latent = torch.bmm(plain.transpose(0, 1), for_keys).transpose(0, 1)
         seen = latent_attention(LatentQueries(latent, rotary), memory, index, scale=self._scale)
-        mixed = torch.bmm(seen.transpose(0, 1), for_values.transpose(1, 2))
-        return product(self._output, mixed.transpose(0, 1).flatten(1))
+        mixed = seen.new_empty(len(seen), *for_values.shape[:2])
+        torch.bmm(seen.transpose(0, 1), for_values.mT, out=mixed.transpose(0, 1))
+        return product(self._output, mixed.flatten(1))
 
 
 def _query_projections(attention: Any) -> tuple[Any, Any]:

@@ -33,6 +33,9 @@ def block_of(kind: str) -> tuple[Any, Any]:
     """A model and the experts of its second layer, in float32."""
     name, fields = KINDS[kind]
     model: Any = build(name, **fields)
+    for mlp in (layer.mlp for layer in model.get_decoder().layers[1:]):
+        if hasattr(mlp, "gate") and hasattr(mlp.gate, "e_score_correction_bias"):
+            mlp.gate.e_score_correction_bias.uniform_(-0.5, 0.5)
     return model, model.get_decoder().layers[1].mlp
 
 

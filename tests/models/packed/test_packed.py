@@ -422,7 +422,8 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2)]
+    ("name", "kinds"),
+    [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2), ("deepseek_v3", 2)],
 )
 def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -> None:
     """A graph is captured behind it: what is not loaded then would be loaded in the capture."""
