@@ -11,15 +11,12 @@ import torch
 
 from guided_spec import LLM, SamplingParams
 from guided_spec.bundled import bundled_asset
-from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.attention.latent_attention import keep_latents, latent_attention
 from guided_spec.ops.linear.experts import GroupedChoice, route_in_groups
 from tests.latent_lines import LatentData, Widths, make_latents
-from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 from tests.slot_lines import Case, Span, Unused, kept_positions
 
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 DEEPSEEK = Widths(512, 64)
-HEADS, LENGTH, BLOCK, VOCAB = 128, 300, 64, 64
+HEADS, LENGTH, BLOCK = 128, 300, 64
 LATENT = ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu"]
 
 
@@ -124,28 +121,6 @@ def test_experts_that_are_chosen_by_groups(count: int, *, is_sigmoid: bool) -> N
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_batches_that_change_give_what_generate_gives(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By CUDA graphs of the packed form, in float32."""
-    made = list[object]()
-    forward = PackedDecoder.forward
-    monkeypatch.setattr(PackedDecoder, "forward", lambda *args: made.append(1) or forward(*args))
-    model = build(name, vocab_size=VOCAB)
-    prompts = prompts_of([5, 17, 90, 1, 23, 9, 8], VOCAB, 0)
-    expected = [generate_alone(model, prompt, 20) for prompt in prompts]
-    lm = make_causal_lm(cast(Any, model).to(CUDA), num_slots=8, max_length=130)
-    assert lm.is_packed
-    assert made, "the packed form was tried"
-    rows = [Row(s, p, e) for s, p, e in zip([6, 1, 4, 0, 7, 2, 3], prompts, expected, strict=True)]
-    prefill(lm, rows)
-    source = random.Random(0)
-    while open_rows := [row for row in rows if not row.is_done]:
-        speculate(lm, source.sample(open_rows, source.randint(1, len(open_rows))), source)
-    assert [row.tokens[: len(row.expected)] for row in rows] == expected
-
-
-@pytest.mark.parametrize("name", LATENT)
 def test_graphs_in_half_precision_write_what_launches_write(name: str) -> None:
     """With a prefix that texts share, in an engine that captures all graphs at its start."""
     tokenizer = load_tokenizer(bundled_asset("target"))
@@ -161,22 +136,3 @@ def test_graphs_in_half_precision_write_what_launches_write(name: str) -> None:
     outputs = [[one.completions[0] for one in some] for some in found]
     assert [one.token_ids for one in outputs[0]] == [one.token_ids for one in outputs[1]]
     assert all(one.stats.cached_tokens > 0 for one in outputs[1])
-
-
-def test_the_pool_has_graphs_of_latent_models() -> None:
-    """Whose forwards are replayed, not launched."""
-    model = cast(Any, build("deepseek_v3", vocab_size=VOCAB)).to(CUDA, torch.bfloat16)
-    replays = list[int]()
-    run = GraphPool.run
-
-    def counting(pool: GraphPool, key: Any, *args: Any, **options: Any) -> Any:
-        replays.append(key is not None)
-        return run(pool, key, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphPool, "run", counting)
-        lm = make_causal_lm(model, num_slots=2, max_length=130)
-        rows = [Row(0, prompts_of([9], VOCAB, 0)[0], [1])]
-        prefill(lm, rows)
-    assert replays
-    assert all(replays)

@@ -43,6 +43,7 @@ CUDA = torch.device("cuda")
     [
         *("llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"),
         *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        *("deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu"),
     ],
 )
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
@@ -61,7 +62,7 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["qwen", "compressed channels", "compressed tensors"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     name: str, form: str, tmp_path: Path
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "fp8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "fp8", "deepseek_v3"])
 def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_path: Path) -> None:
     """Kernels are compiled ahead meanwhile, and leave anything behind."""
     tokenizer = load_tokenizer(bundled_asset("target"))
@@ -126,10 +127,11 @@ def test_short_prompts_are_graphs(batch: int, width: int) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_forwards_of_one_size_share_a_graph() -> None:
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_forwards_of_one_size_share_a_graph(name: str) -> None:
     """Whatever their tokens are: drafts of any lengths, pieces of prompts; captured beforehand."""
     lm = make_causal_lm(
-        cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
+        cast(Any, build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
         num_slots=4,
         max_length=100,
     )
@@ -154,7 +156,7 @@ def test_forwards_of_one_size_share_a_graph() -> None:
     assert len(lm._packed._graphs) == captured
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
 @torch.inference_mode()
 def test_many_experts_in_half_precision(name: str) -> None:
     """Those of a prompt go through torch's grouped product, which other dtypes do not have."""

@@ -28,6 +28,7 @@ from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -96,6 +97,18 @@ def test_a_prompt_beside_other_rows(name: str) -> None:
     torch.testing.assert_close(found.hidden_states, states)
     last = SlotInputs(torch.tensor([[9]]), [0], [19], [1])  # and it goes on from there
     torch.testing.assert_close(along.forward(last).logits, alone.forward(last).logits)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latents_alone_are_kept(name: str) -> None:
+    """Of a token and layer a latent of 16 numbers, and a rotary key of 8, for all heads."""
+    form = PackedForm.of(make(name), "packed", BLOCK + 1)
+    assert form is not None
+    assert isinstance(form.decoder, PackedDecoder)
+    layers = [one and (one.heads, one.size, one.value_size) for one in form.layers]
+    assert layers == [(1, 16, 8)] * 4
+    (first, *_) = form.allocate(Blocks.full(2, BLOCK - 1, CPU), 2, 1)
+    assert [part.shape for part in first] == [(3, 1, BLOCK, 16), (3, 1, BLOCK, 8)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
