@@ -37,7 +37,8 @@ SMALL = {
 def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU launch by launch; the command asks for CUDA graphs."""
     kind, sizes = forwards.MODELS[name]
-    small = {**SMALL, "num_key_value_heads": 4} if "Deepseek" in kind else SMALL
+    latent = {"num_key_value_heads": 4, "head_dim": 64}  # of a rotary key
+    small = {**SMALL, **latent} if kind == "DeepseekV3Config" else SMALL
     monkeypatch.setitem(forwards.MODELS, name, (kind, {**sizes, **small}))
     subject = forwards._subject(name, 4, 40 + forwards.WIDEST, CPU, "packed")
     memory = forwards._memory(subject.form, 3, 40)
