@@ -50,18 +50,18 @@ def compare(
         keep_latents(one.query.rotary, one.packed, one.keys, one.rotation, one.buffers, at)
         for one, at in zip((ours, theirs), places, strict=True)
     )
-    options = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    tolerance = TOLERANCE[dtype]
     used = theirs.places.tokens[0] >= 0
-    torch.testing.assert_close(found.cpu()[used], expected[used], **options)
+    torch.testing.assert_close(found.cpu()[used], expected[used], atol=tolerance, rtol=tolerance)
     kept = kept_positions(theirs.places, given.block)
     for got, wanted in zip(ours.buffers, theirs.buffers, strict=True):
         got, wanted = got.cpu().transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
-        torch.testing.assert_close(got, wanted, equal_nan=True, **options)
+        torch.testing.assert_close(got, wanted, equal_nan=True, atol=tolerance, rtol=tolerance)
     found, expected = (
         _attended(one, rotary, at)
         for one, rotary, at in zip((ours, theirs), (found, expected), places, strict=True)
     )
-    torch.testing.assert_close(found.cpu()[used], expected[used], **options)
+    torch.testing.assert_close(found.cpu()[used], expected[used], atol=tolerance, rtol=tolerance)
 
 
 def _attended(data: LatentData, rotary: torch.Tensor, places: Any) -> torch.Tensor:

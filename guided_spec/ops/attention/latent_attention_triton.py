@@ -6,10 +6,13 @@ cores, and reads a latent once for both. Rows, tiles and parts are those of ``sl
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from guided_spec.ops.attention.latent_attention import LatentKeys, LatentQueries
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex
@@ -102,11 +105,15 @@ def latent_attention(
 def _tiling(latent: Tensor, index: SlotIndex) -> Tiling:
     width = len(latent) if index.width is None else index.width
     view = index.max_length if index.view is None else index.view
-    memory = LARGE_MEMORY
-    if latent.is_cuda:
-        device = torch.cuda.get_device_properties(latent.device)
-        memory = device.shared_memory_per_block_optin
+    memory = _shared_memory(latent.get_device()) if latent.is_cuda else LARGE_MEMORY
     return choose_tiling(latent, width, view, memory)
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Bytes that a program may share on this CUDA device."""
+    found: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    return found
 
 
 def keep_latents(  # noqa: PLR0913 - what is kept, how, and where

@@ -113,7 +113,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
 class GroupedChoice(NamedTuple):
     """How experts are chosen by groups, as of DeepSeek-V2 and V3.
 
-    count: experts of a token. groups: of equally many experts that follow one another. chosen:
+    top_k: experts of a token. groups: of equally many experts that follow one another. chosen:
         groups that experts may come from, those with the largest sums of their ``ranked_by`` best
         scores, 1 or 2.
     is_sigmoid: scores are sigmoids of the logits, else their softmax. bias: float32 [E], added to
@@ -122,7 +122,7 @@ class GroupedChoice(NamedTuple):
     has_shared: every token takes expert E after the others, with a share of 1.
     """
 
-    count: int
+    top_k: int
     groups: int = 1
     chosen: int = 1
     ranked_by: int = 1
@@ -134,7 +134,7 @@ class GroupedChoice(NamedTuple):
 
 
 def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
-    """Choose ``choice.count`` experts for each token, from few groups of them.
+    """Choose ``choice.top_k`` experts for each token, from few groups of them.
 
     logits: [N, E]; scores and shares are float32. Of equal scores any may be chosen.
 
@@ -145,8 +145,8 @@ def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
     if rest or choice.ranked_by > size or not 1 <= choice.chosen <= choice.groups:
         fix = f"must divide {logits.shape[-1]} experts, and be as many as are chosen of them"
         raise ConfigError("groups", choice.groups, fix)
-    if not 1 <= choice.count <= most:
-        raise ConfigError("count", choice.count, f"must be 1 to {most}, of the chosen groups")
+    if not 1 <= choice.top_k <= most:
+        raise ConfigError("top_k", choice.top_k, f"must be 1 to {most}, of the chosen groups")
     if logits.is_cuda:
         routes: Routes = kernels_of(__name__).route_in_groups(logits, choice)
         return routes
@@ -158,7 +158,7 @@ def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
     is_open = torch.zeros_like(groups, dtype=torch.bool).scatter_(
         1, best.unsqueeze(-1).expand(-1, -1, size), value=True
     )
-    experts = ranked.masked_fill(~is_open.flatten(1), -torch.inf).topk(choice.count, -1).indices
+    experts = ranked.masked_fill(~is_open.flatten(1), -torch.inf).topk(choice.top_k, -1).indices
     shares = scores.gather(1, experts)
     if choice.is_normalized:
         shares = shares / (shares.sum(-1, keepdim=True) + NO_ZERO)

@@ -75,7 +75,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
 def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
     """The experts and shares [N, K] of logits [N, E], on one CUDA device; see ``experts``."""
     rows, num_experts = logits.shape
-    width = choice.count + choice.has_shared
+    width = choice.top_k + choice.has_shared
     experts = logits.new_empty(rows, width, dtype=torch.int64)
     shares = logits.new_empty(rows, width, dtype=torch.float32)
     size = num_experts // choice.groups
@@ -83,7 +83,7 @@ def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
         with torch.cuda.device_of(logits):  # Triton launches on the current device
             launch(_route_in_groups, (rows,), logits)(
                 *(logits.contiguous(), logits if choice.bias is None else choice.bias),
-                *(experts, shares, choice.factor, choice.count, choice.groups, size),
+                *(experts, shares, choice.factor, choice.top_k, choice.groups, size),
                 *(choice.chosen, choice.ranked_by, choice.is_sigmoid, choice.bias is not None),
                 *(choice.is_normalized, choice.has_shared, NO_ZERO),
                 *(triton.next_power_of_2(choice.groups), triton.next_power_of_2(size)),

@@ -117,8 +117,8 @@ def test_experts_come_from_the_best_groups(*, is_sigmoid: bool) -> None:
     torch.testing.assert_close(found.shares[0, :3].sum(), torch.tensor(1.0))
     with pytest.raises(ConfigError, match="groups=2: must divide 9 experts"):
         route_in_groups(logits, choice._replace(groups=2))
-    with pytest.raises(ConfigError, match="count=7: must be 1 to 6, of the chosen groups"):
-        route_in_groups(logits, choice._replace(count=7))
+    with pytest.raises(ConfigError, match="top_k=7: must be 1 to 6, of the chosen groups"):
+        route_in_groups(logits, choice._replace(top_k=7))
 
 
 def scaled(experts: int, shape: tuple[int, int], block: tuple[int, int]) -> Projection:
