@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import Blocks, WholeSlots
+from guided_spec.models.packed.blocks import Blocks, KeptShape, WholeSlots
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder, refusing_waits
 from guided_spec.models.packed.packed_lm import PackedLM
 from guided_spec.models.slot_lm import stock_slots
@@ -43,25 +43,17 @@ def is_packed_on(device: torch.device, kernels: Kernels) -> bool:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of a token, of the dtype and device of ``like``.
+    """What a layer keeps of a token; like: of its dtype and device."""
 
-    heads: of keys of ``size`` numbers each, and of values of ``value_size``.
-    """
-
-    heads: int
-    size: int
-    value_size: int
+    kept: KeptShape
     like: Tensor
 
     @classmethod
     def of(cls, memory: KeyValues) -> LayerShape:
         """The shape of a layer with these keys and values."""
         _, heads, _, size = memory.keys.shape
-        return cls(heads, size, memory.values.shape[3], memory.keys.new_empty(0))
-
-    def allocate(self, blocks: Blocks) -> KeyValues:
-        """Memory for it in the blocks."""
-        return blocks.allocate(self.heads, self.size, self.like, value_size=self.value_size)
+        kept = KeptShape(heads, size, memory.values.shape[3])
+        return cls(kept, memory.keys.new_empty(0))
 
 
 class PackedForm(NamedTuple):
@@ -75,7 +67,7 @@ class PackedForm(NamedTuple):
 
     def allocate(self, blocks: Blocks, num_slots: int, longest_draft: int) -> list[LayerStates]:
         """[L]: memory in the blocks, and states of the slots; see ``DeltaStates``."""
-        allocated = [None if one is None else one.allocate(blocks) for one in self.layers]
+        allocated = [None if one is None else blocks.allocate(*one) for one in self.layers]
         return _joined(allocated, self.decoder.states(num_slots, longest_draft))
 
     def state_bytes(self, longest_draft: int) -> int:

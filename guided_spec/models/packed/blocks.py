@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,20 @@ class Prefix(NamedTuple):
 
     taken: int
     known: int
+
+
+class KeptShape(NamedTuple):
+    """What a layer keeps of a token: ``heads`` keys of so many numbers, and as many values."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    @classmethod
+    def of_layers(cls, config: Any) -> tuple[KeptShape, ...]:
+        """[L]: what layers of a configuration like llama's keep."""
+        size: int = config.head_dim
+        return (cls(config.num_key_value_heads, size, size),) * config.num_hidden_layers
 
 
 class SharedPrefix(NamedTuple):
@@ -162,18 +176,16 @@ class Blocks:
         """Blocks that can be taken."""
         return len(self._unused) + len(self._idle)
 
-    def allocate(
-        self, heads: int, size: int, like: Tensor, *, value_size: int | None = None, lag: int = 0
-    ) -> KeyValues:
+    def allocate(self, kept: KeptShape, like: Tensor, *, lag: int = 0) -> KeyValues:
         """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each, zeros.
 
-        like: of its dtype and device. value_size: of values; None: as of keys. lag: how many of a
-            position's successors what is kept for it depends on.
+        like: of its dtype and device. lag: how many of a position's successors what is kept for it
+            depends on.
         """
         self.lag = max(self.lag, lag)
+        heads, *sizes = kept
         shape = (self.num_blocks + 1, heads, BLOCK)
-        sizes = (size, size if value_size is None else value_size)
-        return KeyValues(*(zeros_on_demand(like, (*shape, one)) for one in sizes))
+        return KeyValues(*(zeros_on_demand(like, (*shape, size)) for size in sizes))
 
     def num_taken(self, slot: int) -> int:
         """Positions that ``start`` found for the slot's text."""

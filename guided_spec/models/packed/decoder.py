@@ -266,6 +266,11 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 def _packed(layer: Any, window: int | None) -> Layer:
     if hasattr(layer, "linear_attn"):
         return PackedDelta(layer.linear_attn, layer.mlp)
+    return attending_layer(layer, window)
+
+
+def attending_layer(layer: Any, window: int | None = None) -> PackedLayer | PackedLatentLayer:
+    """The packed form of a stock layer that attends, for which ``fits_packed``."""
     if _is_latent(layer.self_attn):
         return PackedLatentLayer(layer.self_attn, layer.mlp)
     return PackedLayer(layer.self_attn, layer.mlp, window)
@@ -281,7 +286,8 @@ def _kind(layer: Any, window: int | None, rotation: Rotation) -> Hashable:
     return window, rotation.cos.shape, modules, tensors
 
 
-def _fits(layer: Any) -> bool:
+def fits_packed(layer: Any) -> bool:
+    """Whether a stock layer has a packed form."""
     if hasattr(layer, "linear_attn"):
         return PackedDelta.fits(layer.linear_attn)
     form: Any = PackedLatentLayer if _is_latent(layer.self_attn) else PackedLayer
@@ -328,4 +334,4 @@ def _is_served(model: PreTrainedModel) -> bool:
         return False
     decoder: Any = find_decoder(model)
     head = stock.get_output_embeddings()
-    return type(head) is nn.Linear and all(map(_fits, decoder.layers))
+    return type(head) is nn.Linear and all(map(fits_packed, decoder.layers))

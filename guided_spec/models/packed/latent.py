@@ -18,6 +18,7 @@ from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.layer import Norm
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
@@ -62,6 +63,7 @@ class PackedLatentLayer:
         )
         self._output = attention.o_proj
         self._scale: float = attention.scaling
+        self.kept = KeptShape(1, attention.kv_lora_rank, attention.qk_rope_head_dim)
         self.feed = feed_of(mlp)
 
     @staticmethod

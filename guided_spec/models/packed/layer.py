@@ -18,6 +18,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNo
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.ops.attention.slot_attention import (
@@ -82,6 +83,7 @@ class PackedLayer:
         if hasattr(attention, "q_norm"):
             query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
             self._norms = HeadNorms(_whole(query), _whole(key), query.eps)
+        self.kept = KeptShape(self.shape.keys, size, size)
         self.feed = feed_of(mlp)
 
     @staticmethod
@@ -152,8 +154,12 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     positions = torch.arange(length, device=like.device).unsqueeze(0)
     if hasattr(rotary, "mrope_section"):  # time, height and width: the same for text
         positions = positions.expand(3, *positions.shape)
-    found = rotary(like, positions) if kind is None else rotary(like, positions, kind)
-    if isinstance(found, Tensor):  # complex, one of each pair
+    return as_rotation(rotary(like, positions) if kind is None else rotary(like, positions, kind))
+
+
+def as_rotation(found: Any) -> Rotation:
+    """What a rotary module of transformers gives for one text: cosines and sines, or complex."""
+    if isinstance(found, Tensor):  # one of each pair
         found = [torch.cat([part, part], 2) for part in (found.real, found.imag)]
     cos, sin = found
     return Rotation(cos[0].contiguous(), sin[0].contiguous())

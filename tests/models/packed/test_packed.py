@@ -19,7 +19,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
-from guided_spec.models.heads.mtp import QwenMtpHead
+from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
@@ -105,8 +105,7 @@ def test_latents_alone_are_kept(name: str) -> None:
     form = PackedForm.of(make(name), "packed", BLOCK + 1)
     assert form is not None
     assert isinstance(form.decoder, PackedDecoder)
-    layers = [one and (one.heads, one.size, one.value_size) for one in form.layers]
-    assert layers == [(1, 16, 8)] * 4
+    assert [one and one.kept for one in form.layers] == [(1, 16, 8)] * 4
     (first, *_) = form.allocate(Blocks.full(2, BLOCK - 1, CPU), 2, 1)
     assert [part.shape for part in first] == [(3, 1, BLOCK, 16), (3, 1, BLOCK, 8)]
 
@@ -318,6 +317,12 @@ def test_an_eagle3_head_walks_as_the_stock_one(
 @torch.inference_mode()
 def test_an_mtp_module_walks_as_the_stock_one(name: str) -> None:
     check_walks(QwenMtpHead.fresh(build(name), initialize="random").eval(), 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "deepseek_v3_yarn", "youtu"])
+@torch.inference_mode()
+def test_a_deepseek_module_walks_as_the_stock_one(name: str) -> None:
+    check_walks(MtpHead.fresh(build(name), initialize="random").eval(), 1)
 
 
 def test_other_modules_keep_their_stock_form() -> None:
