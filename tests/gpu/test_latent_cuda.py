@@ -15,7 +15,7 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.attention.latent_attention import keep_latents, latent_attention
-from guided_spec.ops.linear.experts import GroupedChoice, route_in_groups
+from guided_spec.ops.linear.experts import GroupedChoice, route_in_groups, router_logits
 from tests.latent_lines import LatentData, Widths, make_latents
 from tests.models.tiny import build
 from tests.slot_lines import Case, Span, Unused, kept_positions
@@ -118,6 +118,9 @@ def test_experts_that_are_chosen_by_groups(count: int, *, is_sigmoid: bool) -> N
     found = route_in_groups(logits.to(CUDA), on_device)
     assert torch.equal(found.experts.cpu(), expected.experts)
     torch.testing.assert_close(found.shares.cpu(), expected.shares)
+    x, weight = torch.randn(count, 7168).bfloat16(), torch.randn(256, 7168)
+    scored = router_logits(x.to(CUDA), weight.to(CUDA))
+    torch.testing.assert_close(scored.cpu(), router_logits(x, weight), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", LATENT)

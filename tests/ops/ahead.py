@@ -239,7 +239,9 @@ def choose_in_groups(count: int) -> None:
     """Likewise, of so many tokens, as DeepSeek-V3 and V2 choose experts."""
     like = torch.empty(0)
     third = GroupedChoice(8, 8, 4, 2, is_sigmoid=True, bias=like.new_empty(256), has_shared=True)
-    experts_triton.route_in_groups(like.new_empty(count, 256), third)
+    states = torch.empty(count, 7168, dtype=torch.bfloat16)
+    logits = experts_triton.router_logits(states, like.new_empty(256, 7168))
+    experts_triton.route_in_groups(logits, third)
     experts_triton.route_in_groups(like.new_empty(count, 160), GroupedChoice(6, 8, 3))
 
 

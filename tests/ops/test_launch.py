@@ -47,6 +47,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_keep_and_gate": 1,
         "_rotate": 2,  # whole heads, and parts beside gates
         "_attend": 1,
+        "_score": 1,
         "_route_in_groups": 2,
         "_keep_latents": 1,
         "_attend_latents": 2,  # texts in few parts, and whole

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -33,6 +32,7 @@ from guided_spec.ops.linear.experts import (
     open_experts,
     route,
     route_in_groups,
+    router_logits,
 )
 from guided_spec.ops.linear.fp8_linear import Fp8Weight
 from guided_spec.ops.linear.linear import linear
@@ -168,7 +168,7 @@ def _softmax_router(block: Any) -> tuple[Router, int]:
 def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
     """Likewise, by logits in float32, as the stock modules compute them."""
     gate: Any = block.gate
-    weight, count = gate.weight.data.float(), int(gate.top_k)
+    weight, count = gate.weight.data, int(gate.top_k)
     choice = GroupedChoice(count, factor=float(gate.routed_scaling_factor), has_shared=has_shared)
     if type(block) is not DeepseekV2Moe:
         choice = choice._replace(
@@ -179,7 +179,7 @@ def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
         )
     if type(block) is not DeepseekV2Moe or gate.topk_method == "group_limited_greedy":
         choice = choice._replace(groups=int(gate.num_group), chosen=int(gate.topk_group))
-    return lambda states: route_in_groups(functional.linear(states.float(), weight), choice), count
+    return lambda states: route_in_groups(router_logits(states, weight), choice), count
 
 
 def _projections(block: Any) -> tuple[Projection, Projection] | None:

@@ -133,6 +133,17 @@ class GroupedChoice(NamedTuple):
     has_shared: bool = False
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [N, E]: x [N, H] times the weight [E, H], of any floating dtypes, in float32.
+
+    Rounded logits would choose other experts.
+    """
+    if x.is_cuda:
+        logits: Tensor = kernels_of(__name__).router_logits(x, weight)
+        return logits
+    return functional.linear(x.float(), weight.float())
+
+
 def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
     """Choose ``choice.top_k`` experts for each token, from few groups of them.
 

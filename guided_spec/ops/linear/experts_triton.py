@@ -17,6 +17,7 @@ from guided_spec.ops.linear.experts import NO_ZERO, Gating, GroupedChoice, Proje
 ROWS = 8  # outputs of a program
 OPENING_BYTES, CLOSING_BYTES = 1024, 2048  # of an output that it reads at once, at most
 STAGES = 3
+SCORING_ROWS, SCORED = 4, 512  # logits of a program, and the inputs that it reads at once
 
 PLAIN, BY_BLOCKS, BY_OUTPUTS = 0, 1, 2  # how weights are scaled
 
@@ -70,6 +71,20 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
                 num_warps=1,
             )
     return Routes(experts, shares)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [N, E]: ``experts.router_logits`` of few tokens, on one CUDA device."""
+    (count, inputs), outputs = x.shape, len(weight)
+    logits = x.new_empty(count, outputs, dtype=torch.float32)
+    columns = min(SCORED, triton.next_power_of_2(inputs))
+    if logits.numel() > 0:
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            launch(_score, (count, triton.cdiv(outputs, SCORING_ROWS)), x)(
+                *(x.contiguous(), weight.contiguous(), logits, outputs, inputs),
+                *(SCORING_ROWS, columns, STAGES),
+            )
+    return logits
 
 
 def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
@@ -170,6 +185,32 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     is_there = number < COUNT + HAS_SHARED
     tl.store(experts + target, chosen.to(tl.int64), mask=is_there)
     tl.store(shares + target, weights, mask=is_there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x,
+    weight,
+    logits,
+    outputs,
+    inputs: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """ROWS logits of one token."""
+    await_previous(IS_DEPENDENT)
+    token, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    address = weight + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
+        at = first + tl.arange(0, COLUMNS)
+        read = tl.load(address + at[None, :], mask=at[None, :] < inputs, other=0.0)
+        states = tl.load(x + token * inputs + at, mask=at < inputs, other=0.0)
+        products += read.to(tl.float32) * states.to(tl.float32)[None, :]
+    target = logits + token * outputs + output
+    tl.store(target, tl.sum(products, 1), mask=output < outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

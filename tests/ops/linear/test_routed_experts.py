@@ -28,6 +28,7 @@ from guided_spec.ops.linear import experts_triton as kernels
 from tests.ops.linear.test_routed_experts import scaled
 from guided_spec.ops.linear.experts import Gating, Projection
 from guided_spec.ops.linear.experts import close_experts, open_experts, route, route_in_groups
+from guided_spec.ops.linear.experts import router_logits
 from tests.ops.linear.test_routed_experts import grouped
 
 torch.manual_seed(0)
@@ -61,6 +62,10 @@ for dtype, tolerance, few in ((torch.float32, 1e-4, sizes), (torch.float16, 2e-2
 
 for case in range(60):
     choice, logits = grouped(case)
+    x, weight = torch.randn(len(logits), 7 + 11 * case), torch.randn(len(logits[0]), 7 + 11 * case)
+    x = x.to((torch.float16, torch.float32)[case % 2])
+    found = kernels.router_logits(x, weight)
+    torch.testing.assert_close(found, router_logits(x, weight), atol=1e-4, rtol=1e-4)
     expected, found = route_in_groups(logits, choice), kernels.route_in_groups(logits, choice)
     assert torch.equal(found.experts, expected.experts), choice
     torch.testing.assert_close(found.shares, expected.shares)
