@@ -147,7 +147,8 @@ def test_forwards_of_one_size_share_a_graph(name: str) -> None:
     stock = make_causal_lm(lm.model, num_slots=4, max_length=100, kernels="stock")
     assert isinstance(lm, LineLM)
     assert lm._packed._graphs is not None
-    num_shared = sum(size >= packed_lm.SHARED_FROM for size in SIZES)
+    # Latents of a shared prefix are not read once for all.
+    num_shared = sum(size >= packed_lm.SHARED_FROM for size in SIZES) if name == "llama" else 0
     assert len(list(lm.capture((1,)))) == len(SIZES) + num_shared
     captured, source = len(lm._packed._graphs), torch.Generator().manual_seed(0)
     lengths = [0] * 4

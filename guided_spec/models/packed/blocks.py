@@ -54,8 +54,9 @@ class KeptShape(NamedTuple):
     @classmethod
     def of_layers(cls, config: Any) -> tuple[KeptShape, ...]:
         """[L]: what layers of a configuration like llama's keep."""
-        size: int = config.head_dim
-        return (cls(config.num_key_value_heads, size, size),) * config.num_hidden_layers
+        kept = cls(config.num_key_value_heads, config.head_dim, config.head_dim)
+        count: int = config.num_hidden_layers
+        return (kept,) * count
 
 
 class SharedPrefix(NamedTuple):

@@ -207,6 +207,11 @@ class PackedDecoder:
             residual, normed = add_rms_norm(change, residual, *outer)
         return normed, [*inputs, residual]
 
+    @property
+    def reads_groups(self) -> bool:
+        """Whether some layers read what ``SharedPositions`` says once for all of a group."""
+        return any(isinstance(block.layer, PackedLayer) for block in self._blocks)
+
     def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
         """Empty states of the layers that keep one a slot, in their order.
 
