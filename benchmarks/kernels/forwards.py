@@ -14,6 +14,7 @@ import transformers
 import typer
 from rich.table import Table
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.kernels.device_time import graph_seconds, read_bandwidth, require_graphs
@@ -73,10 +74,11 @@ FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
     "qwen3-8b-fp8": ("qwen3-8b", (128, 128)),
     "llama-3.1-8b-fp8": ("llama-3.1-8b", None),
     "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", (128, 128)),
+    "deepseek-v3-fp8": ("deepseek-v3", (128, 128)),
 }
 NAMES = (*MODELS, *FP8_MODELS)
 # Not timed unless asked for: 12 layers do not fit one device.
-LARGE = ("deepseek-v3",)
+LARGE = ("deepseek-v3", "deepseek-v3-fp8")
 USUAL = ",".join(name for name in NAMES if name not in LARGE)
 EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
 
@@ -170,10 +172,15 @@ def _quantize(model: Any, block: tuple[int, int] | None) -> None:
 
 def _put(values: Tensor, weight: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Fill values in fp8 [..., O, I] with the weight; returns the scales of their blocks."""
-    rows, columns = block or (1, weight.shape[-1])
-    tiles = weight.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
+    if weight.dim() == 3:  # one expert at a time, or there would be several copies of them all
+        return torch.stack([_put(*one, block) for one in zip(values, weight, strict=True)])
+    outputs, inputs = weight.shape
+    rows, columns = block or (1, inputs)
+    whole = functional.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
+    tiles = whole.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
     scales: Tensor = tiles.abs().amax((-3, -1)).float() / torch.finfo(FP8).max
-    values.copy_((tiles / scales[..., :, None, :, None]).view(weight.shape))
+    scaled = (tiles / scales[..., :, None, :, None]).view(whole.shape)
+    values.copy_(scaled[:outputs, :inputs])
     return scales
 
 

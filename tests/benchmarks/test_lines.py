@@ -54,6 +54,17 @@ def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
+def test_fp8_of_blocks_that_do_not_divide_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 576 outputs of DeepSeek's latents: what is timed is a model in packed form."""
+    kind, sizes = forwards.MODELS["deepseek-v3"]
+    latent = {"kv_lora_rank": 40, "num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 16}
+    monkeypatch.setitem(forwards.MODELS, "deepseek-v3", (kind, {**sizes, **SMALL, **latent}))
+    monkeypatch.setitem(forwards.FP8_MODELS, "deepseek-v3-fp8", ("deepseek-v3", (48, 32)))
+    form = forwards._subject("deepseek-v3-fp8", 2, 104, CPU, "packed").form
+    assert forwards._forward(form, forwards._memory(form, 1, 40), (1, 2), 40) > 0
+
+
+@torch.inference_mode()
 def test_the_weights_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the experts at one token, all of them at many."""
     name = "qwen3-30b-a3b"
