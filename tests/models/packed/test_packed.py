@@ -313,7 +313,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(
     check_walks(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target), 3)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3"])
 @torch.inference_mode()
 def test_an_mtp_module_walks_as_the_stock_one(name: str) -> None:
     check_walks(QwenMtpHead.fresh(build(name), initialize="random").eval(), 1)
