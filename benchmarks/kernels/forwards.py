@@ -14,6 +14,7 @@ import transformers
 import typer
 from rich.table import Table
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.kernels.device_time import graph_seconds, read_bandwidth, require_graphs
@@ -60,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
         },
     ),
+    # One dense layer of three, so that few layers have most of them experts; take 4.
+    "deepseek-v3": ("DeepseekV3Config", {"first_k_dense_replace": 1}),
     # Their classes have the sizes of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
     "qwen3.5-9b": ("Qwen3_5TextConfig", {}),
     "qwen3.5-35b-a3b": ("Qwen3_5MoeTextConfig", {}),
@@ -71,8 +74,12 @@ FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
     "qwen3-8b-fp8": ("qwen3-8b", (128, 128)),
     "llama-3.1-8b-fp8": ("llama-3.1-8b", None),
     "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", (128, 128)),
+    "deepseek-v3-fp8": ("deepseek-v3", (128, 128)),
 }
 NAMES = (*MODELS, *FP8_MODELS)
+# Not timed unless asked for: 12 layers do not fit one device.
+LARGE = ("deepseek-v3", "deepseek-v3-fp8")
+USUAL = ",".join(name for name in NAMES if name not in LARGE)
 EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
 
 
@@ -85,7 +92,7 @@ class Subject(NamedTuple):
 
 @torch.inference_mode()
 def main(
-    names: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.")] = ",".join(NAMES),
+    names: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.")] = USUAL,
     batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
     tokens: Annotated[str, typer.Option(help="A row, separated by commas.")] = "1,6",
     context: Annotated[int, typer.Option(help="Tokens that each row holds.")] = 1000,
@@ -165,10 +172,15 @@ def _quantize(model: Any, block: tuple[int, int] | None) -> None:
 
 def _put(values: Tensor, weight: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Fill values in fp8 [..., O, I] with the weight; returns the scales of their blocks."""
-    rows, columns = block or (1, weight.shape[-1])
-    tiles = weight.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
+    if weight.dim() == 3:  # one expert at a time, or there would be several copies of them all
+        return torch.stack([_put(*one, block) for one in zip(values, weight, strict=True)])
+    outputs, inputs = weight.shape
+    rows, columns = block or (1, inputs)
+    whole = functional.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
+    tiles = whole.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
     scales: Tensor = tiles.abs().amax((-3, -1)).float() / torch.finfo(FP8).max
-    values.copy_((tiles / scales[..., :, None, :, None]).view(weight.shape))
+    scaled = (tiles / scales[..., :, None, :, None]).view(whole.shape)
+    values.copy_(scaled[:outputs, :inputs])
     return scales
 
 

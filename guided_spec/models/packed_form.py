@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import Blocks, WholeSlots
+from guided_spec.models.packed.blocks import Blocks, KeptShape, WholeSlots
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder, refusing_waits
 from guided_spec.models.packed.packed_lm import PackedLM
 from guided_spec.models.slot_lm import stock_slots
@@ -43,17 +43,17 @@ def is_packed_on(device: torch.device, kernels: Kernels) -> bool:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of a token: heads of a size each; like: of its dtype and device."""
+    """What a layer keeps of a token; like: of its dtype and device."""
 
-    heads: int
-    size: int
+    kept: KeptShape
     like: Tensor
 
     @classmethod
     def of(cls, memory: KeyValues) -> LayerShape:
         """The shape of a layer with these keys and values."""
         _, heads, _, size = memory.keys.shape
-        return cls(heads, size, memory.keys.new_empty(0))
+        kept = KeptShape(heads, size, memory.values.shape[3])
+        return cls(kept, memory.keys.new_empty(0))
 
 
 class PackedForm(NamedTuple):

@@ -427,7 +427,7 @@ eagle = partial(_build, "eagle", _over_slots)
 # EAGLE-3 (arXiv:2503.01840) from SafeAILab, SpecForge or speculators.
 eagle3 = partial(_build, "eagle3", partial(_packed, PackedEagle3))
 # The MTP layers in a DeepSeek-V3, R1 or V3.2 checkpoint (arXiv:2412.19437).
-deepseek_mtp = partial(_build, "deepseek_mtp", _over_slots)
+deepseek_mtp = partial(_build, "deepseek_mtp", partial(_packed, PackedMtp))
 # Those in a GLM-4.5 or GLM-4.5-Air checkpoint, and in a Qwen3-Next or Qwen3.5 one.
 glm4_moe_mtp = partial(_build, "glm4_moe_mtp", _over_slots)
 qwen3_5_mtp = partial(_build, "qwen3_5_mtp", partial(_packed, PackedMtp))

@@ -37,7 +37,9 @@ SMALL = {
 def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU launch by launch; the command asks for CUDA graphs."""
     kind, sizes = forwards.MODELS[name]
-    monkeypatch.setitem(forwards.MODELS, name, (kind, {**sizes, **SMALL}))
+    latent = {"num_key_value_heads": 4, "head_dim": 64}  # of a rotary key
+    small = {**SMALL, **latent} if kind == "DeepseekV3Config" else SMALL
+    monkeypatch.setitem(forwards.MODELS, name, (kind, {**sizes, **small}))
     subject = forwards._subject(name, 4, 40 + forwards.WIDEST, CPU, "packed")
     memory = forwards._memory(subject.form, 3, 40)
     before = [layer[0].clone() for layer in memory]
@@ -49,6 +51,17 @@ def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert changed.flatten(1).any(1).all()
             assert layer.extent.tolist() == [[40, 5]] * 3
+
+
+@torch.inference_mode()
+def test_fp8_of_blocks_that_do_not_divide_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 576 outputs of DeepSeek's latents: what is timed is a model in packed form."""
+    kind, sizes = forwards.MODELS["deepseek-v3"]
+    latent = {"kv_lora_rank": 40, "num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 16}
+    monkeypatch.setitem(forwards.MODELS, "deepseek-v3", (kind, {**sizes, **SMALL, **latent}))
+    monkeypatch.setitem(forwards.FP8_MODELS, "deepseek-v3-fp8", ("deepseek-v3", (48, 32)))
+    form = forwards._subject("deepseek-v3-fp8", 2, 104, CPU, "packed").form
+    assert forwards._forward(form, forwards._memory(form, 1, 40), (1, 2), 40) > 0
 
 
 @torch.inference_mode()

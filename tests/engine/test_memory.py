@@ -123,7 +123,7 @@ def test_the_log_says_who_reads_long_prompts(
         ("qwen3_5_mtp", {}, ["drafts: qwen3_5_mtp (packed forwards)"]),
         ("glm4_moe_mtp", {}, ["stock modules over blocks", "modules keep whole texts); drafts"]),
         ("eagle3", {"kernels": "stock"}, ["stock modules (kernels='stock' on cpu), ", " slots of"]),
-        ("deepseek_mtp", {}, ["stock modules (no other form fits it)", "mtp (stock modules)"]),
+        ("deepseek_mtp", {}, ["packed forwards (without", "deepseek_mtp (packed forwards)"]),
         ("eagle3", {"prefix_cache": False}, ["prefix cache off (prefix_cache=False)"]),
     ],
 )
@@ -138,6 +138,12 @@ def test_the_log_says_what_runs_and_why(
     headed = write_head(tmp_path, method, VOCAB_SIZE)
     make_llm(headed.target, method, headed.draft, **options).close()
     assert all(part in caplog.text for part in said), caplog.text
+
+
+def test_the_log_says_that_no_other_form_fits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "guided_spec.engine.setup")
+    make_llm("deepseek_v32", "none").close()
+    assert "stock modules (no other form fits it)" in caplog.text
 
 
 def test_the_default_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

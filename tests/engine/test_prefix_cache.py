@@ -83,6 +83,17 @@ def test_the_same_prompts_again(
     assert cached(again) == [2 * BLOCK - lag] * 4
 
 
+def test_latents_are_cached_too() -> None:
+    """Of a model with latent attention."""
+    options: dict[str, Any] = {"kernels": "packed", "verifier": "coupled"}
+    with make_llm("deepseek_v3", "none", prefix_cache=False, **options) as llm:
+        alone = tokens(llm.generate(PROMPTS, PARAMS))
+    with make_llm("deepseek_v3", "chain:grammar_forced+ngram", **options) as llm:
+        outputs = [llm.generate(PROMPTS, PARAMS) for _ in range(2)]
+    assert [tokens(some) for some in outputs] == [alone, alone]
+    assert cached(outputs[1]) == [2 * BLOCK] * len(PROMPTS)
+
+
 @pytest.mark.parametrize("proposer", ["none", "eagle3"])
 def test_a_text_of_one_token_leaves_its_prompt_too(headed: HeadedTarget, proposer: str) -> None:
     with make(headed, proposer) as llm:

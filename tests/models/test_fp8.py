@@ -49,7 +49,7 @@ def greedy_texts(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[
     return [row.tokens[:16] for row in rows]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
 def test_texts_are_those_of_the_same_numbers_in_float32(
@@ -59,7 +59,8 @@ def test_texts_are_those_of_the_same_numbers_in_float32(
     whole = write_fp8(tmp_path, make(name, **fields), FORMS[form])
     model: Any = load_model(tmp_path, device="cpu")
     linears = [m for m in model.modules() if isinstance(m, Fp8Linear)]
-    assert len(linears) == 7 * model.config.num_hidden_layers
+    of_a_layer = 8 if name == "deepseek_v3" else 7
+    assert len(linears) == of_a_layer * model.config.num_hidden_layers
     assert all(linear.weight.dtype == FP8 for linear in linears)
     assert model.dtype == torch.float32
     torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -146,7 +147,7 @@ def test_experts_that_are_plain_stay_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["small blocks", "compressed channels", "static"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 @torch.inference_mode()
 def test_experts_in_fp8_keep_their_bytes(form: str, name: str, tmp_path: Path) -> None:
     whole: Any = write_fp8(tmp_path, make(name), FORMS[form], with_experts=True)

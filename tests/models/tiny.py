@@ -36,7 +36,15 @@ LLAMA3_ROPE = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = ["sliding_attention", "full_attention"] * 2
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": MIXED}
-MLA = {
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 64,
+}
+MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -50,6 +58,10 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+YOUTU = (
+    *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "v_head_dim"),
+    *("qk_rope_head_dim", "qk_nope_head_dim"),
+)
 DELTA = {
     "head_dim": 8,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -93,13 +105,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "eager",
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**MLA, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+        "sdpa",
+    ),
     "deepseek_v3": ("DeepseekV3Config", MLA, "sdpa"),
+    "deepseek_v3_yarn": (
+        "DeepseekV3Config",
+        {**MLA, "q_lora_rank": None, "rope_parameters": YARN, "attention_bias": True},
+        "sdpa",
+    ),
     "deepseek_v32": (
         "DeepseekV32Config",
         {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
         "sdpa",
     ),
     "glm4_moe": ("Glm4MoeConfig", GLM, "sdpa"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", MLA, "sdpa"),
+    "youtu": ("YoutuConfig", {name: MLA[name] for name in YOUTU}, "sdpa"),
     "qwen3_next": (
         "Qwen3NextConfig",
         {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},

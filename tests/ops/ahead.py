@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from guided_spec.ops import launch_triton, mailbox_triton, table_rows, table_rows_triton
+from guided_spec.ops.attention import latent_attention_triton
+from guided_spec.ops.attention.latent_attention import LatentKeys, LatentQueries
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -34,7 +36,7 @@ from guided_spec.ops.attention.slot_attention_triton import slot_attention
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
 from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
-from guided_spec.ops.linear.experts import Gating, Projection
+from guided_spec.ops.linear.experts import Gating, GroupedChoice, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mailbox import Mailbox, Report
 from guided_spec.ops.mask_words import num_mask_words
@@ -233,6 +235,32 @@ def attend() -> None:
     slot_attention(query, None, buffers, places, scale=1.0)
 
 
+def choose_in_groups(count: int) -> None:
+    """Likewise, of so many tokens, as DeepSeek-V3 and V2 choose experts."""
+    like = torch.empty(0)
+    third = GroupedChoice(8, 8, 4, 2, is_sigmoid=True, bias=like.new_empty(256), has_shared=True)
+    states = torch.empty(count, 7168, dtype=torch.bfloat16)
+    logits = experts_triton.router_logits(states, like.new_empty(256, 7168))
+    experts_triton.route_in_groups(logits, third)
+    experts_triton.route_in_groups(like.new_empty(count, 160), GroupedChoice(6, 8, 3))
+
+
+def attend_to_latents(count: int) -> None:
+    """Likewise, of a token or more in two rows, as DeepSeek-V3 does."""
+    line, rows = torch.zeros(2, count, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    places = SlotIndex(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255, width=4, view=256)
+    sizes, heads, like = (512, 64), 128, torch.empty(0, dtype=torch.bfloat16)
+    buffers = KeyValues(*(like.new_empty(4, 1, 64, size) for size in sizes))
+    rotation = Rotation(*like.new_empty(2, 256, 64))
+    keys = LatentKeys(like.new_empty(512), 1e-6, reads_pairs=True, writes_pairs=False)
+    query = like.new_empty(count, heads, 192)[..., 128:]
+    packed = like.new_empty(count, 1536 + 576)[:, 1536:]
+    rotary = latent_attention_triton.keep_latents(query, packed, keys, rotation, buffers, places)
+    latent = like.new_empty(heads, count, 512).transpose(0, 1)
+    given = LatentQueries(latent, rotary)
+    latent_attention_triton.latent_attention(given, buffers, places, scale=1.0)
+
+
 def compile_for(hopper: Hopper) -> Counter[str]:
     """From now on, in this process. Returns how often each kernel was compiled, as it goes on."""
     made: Counter[str] = Counter()
@@ -268,6 +296,9 @@ def main() -> None:
         for count in (1, 3, 64, 256):
             follow_tables(count)
         attend()
+        for count in (1, 6, 64):
+            attend_to_latents(count)
+            choose_in_groups(count)
     assert hopper.loaded == {"guided-spec-compile": made.total()}, hopper.loaded
     sys.stdout.write(json.dumps(made) + "\n")
 

@@ -47,7 +47,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_keep_and_gate": 1,
         "_rotate": 2,  # whole heads, and parts beside gates
         "_attend": 1,
-        "_combine": 1,
+        "_score": 1,
+        "_route_in_groups": 2,
+        "_keep_latents": 1,
+        "_attend_latents": 2,  # texts in few parts, and whole
+        "combine": 2,
         "_await": 2,  # of up to 64 texts, and of more
         "_copy": 2,  # to rows that hold anything, and to others
         "_reply": 2,  # of the target's own vocabulary, and of a reduced one

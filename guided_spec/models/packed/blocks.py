@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,21 @@ class Prefix(NamedTuple):
 
     taken: int
     known: int
+
+
+class KeptShape(NamedTuple):
+    """What a layer keeps of a token: ``heads`` keys of so many numbers, and as many values."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    @classmethod
+    def of_layers(cls, config: Any) -> tuple[KeptShape, ...]:
+        """[L]: what layers of a configuration like llama's keep."""
+        kept = cls(config.num_key_value_heads, config.head_dim, config.head_dim)
+        count: int = config.num_hidden_layers
+        return (kept,) * count
 
 
 class SharedPrefix(NamedTuple):
@@ -162,15 +177,16 @@ class Blocks:
         """Blocks that can be taken."""
         return len(self._unused) + len(self._idle)
 
-    def allocate(self, heads: int, size: int, like: Tensor, *, lag: int = 0) -> KeyValues:
+    def allocate(self, kept: KeptShape, like: Tensor, *, lag: int = 0) -> KeyValues:
         """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each, zeros.
 
         like: of its dtype and device. lag: how many of a position's successors what is kept for it
             depends on.
         """
         self.lag = max(self.lag, lag)
-        shape = (self.num_blocks + 1, heads, BLOCK, size)
-        return KeyValues(zeros_on_demand(like, shape), zeros_on_demand(like, shape))
+        heads, *sizes = kept
+        shape = (self.num_blocks + 1, heads, BLOCK)
+        return KeyValues(*(zeros_on_demand(like, (*shape, size)) for size in sizes))
 
     def num_taken(self, slot: int) -> int:
         """Positions that ``start`` found for the slot's text."""

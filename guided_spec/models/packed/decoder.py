@@ -16,10 +16,13 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
 )
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
@@ -36,8 +39,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
@@ -51,6 +56,7 @@ FAMILY = (
     *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Qwen3NextForCausalLM),
     *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
     *(Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration),
+    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, YoutuForCausalLM),
 )
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -71,7 +77,7 @@ class PackedOutput(NamedTuple):
 
 
 class Layer(Protocol):
-    """What a layer computes between its norms: see ``PackedLayer`` and ``PackedDelta``.
+    """What a layer computes between its norms: see ``PackedLayer``, and its kinds.
 
     memory: blocks of keys and values, or states, as the layer keeps one or the other.
     """
@@ -201,6 +207,11 @@ class PackedDecoder:
             residual, normed = add_rms_norm(change, residual, *outer)
         return normed, [*inputs, residual]
 
+    @property
+    def reads_groups(self) -> bool:
+        """Whether some layers read what ``SharedPositions`` says once for all of a group."""
+        return any(isinstance(block.layer, PackedLayer) for block in self._blocks)
+
     def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates]:
         """Empty states of the layers that keep one a slot, in their order.
 
@@ -260,6 +271,13 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 def _packed(layer: Any, window: int | None) -> Layer:
     if hasattr(layer, "linear_attn"):
         return PackedDelta(layer.linear_attn, layer.mlp)
+    return attending_layer(layer, window)
+
+
+def attending_layer(layer: Any, window: int | None = None) -> PackedLayer | PackedLatentLayer:
+    """The packed form of a stock layer that attends, for which ``fits_packed``."""
+    if _is_latent(layer.self_attn):
+        return PackedLatentLayer(layer.self_attn, layer.mlp)
     return PackedLayer(layer.self_attn, layer.mlp, window)
 
 
@@ -273,15 +291,29 @@ def _kind(layer: Any, window: int | None, rotation: Rotation) -> Hashable:
     return window, rotation.cos.shape, modules, tensors
 
 
-def _fits(layer: Any) -> bool:
+def fits_packed(layer: Any) -> bool:
+    """Whether a stock layer has a packed form."""
     if hasattr(layer, "linear_attn"):
         return PackedDelta.fits(layer.linear_attn)
-    return PackedLayer.fits(layer.self_attn)
+    form: Any = PackedLatentLayer if _is_latent(layer.self_attn) else PackedLayer
+    fits: bool = form.fits(layer.self_attn)
+    return fits
+
+
+def _is_latent(attention: Any) -> bool:
+    return hasattr(attention, "kv_a_proj_with_mqa")
+
+
+def _rotated_size(attention: Any) -> int:
+    """Numbers of what is rotated: a head, or the rotary part of a latent key."""
+    size: int = attention.qk_rope_head_dim if _is_latent(attention) else attention.head_dim
+    return size
 
 
 def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotation]:
     """[L] the rotary embedding of each layer, for positions up to ``length``."""
-    size = next(layer.self_attn.head_dim for layer in decoder.layers if hasattr(layer, "self_attn"))
+    attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+    size = _rotated_size(attention)
     config: Any = model.config.get_text_config(decoder=True)
     like, kinds = decoder.embed_tokens.weight[:1].unsqueeze(0), [None] * len(decoder.layers)
     if any(isinstance(one, dict) for one in config.rope_parameters.values()):
@@ -307,4 +339,4 @@ def _is_served(model: PreTrainedModel) -> bool:
         return False
     decoder: Any = find_decoder(model)
     head = stock.get_output_embeddings()
-    return type(head) is nn.Linear and all(map(_fits, decoder.layers))
+    return type(head) is nn.Linear and all(map(fits_packed, decoder.layers))

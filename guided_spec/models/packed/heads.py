@@ -15,14 +15,20 @@ from torch import Tensor, nn
 
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.eagle import Eagle3Head
-from guided_spec.models.heads.mtp import QwenMtpHead
+from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import Tables
-from guided_spec.models.packed.decoder import FAMILY, has_static_rope, has_whole_rope
-from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.packed.decoder import (
+    FAMILY,
+    attending_layer,
+    fits_packed,
+    has_static_rope,
+    has_whole_rope,
+)
+from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.stock.experts import using_few_experts
-from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
 
@@ -37,7 +43,7 @@ class PackedEagle3:
         self.head = head
         stock: list[Any] = list(head.layers)
         self._layers = [PackedLayer(layer.self_attn, layer.mlp) for layer in stock]
-        self._stock = stock
+        self._stock, self.kept = stock, [layer.kept for layer in self._layers]
         self._eps: float = head.norm.variance_epsilon
         weight: Tensor = head.norm.weight
         self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
@@ -89,25 +95,52 @@ class PackedEagle3:
         return all(PackedLayer.fits(layer.self_attn) for layer in layers)
 
 
+class _MtpModule(NamedTuple):
+    """The parts of an MTP head of one module, by the names of either kind: norms of the embedding
+    and of the given state, the projection of both, a decoder layer, and the norm after it."""
+
+    embedded: Any
+    given: Any
+    projection: Any
+    layer: Any
+    last: Any
+
+    @classmethod
+    def of(cls, head: Any) -> _MtpModule | None:
+        """None where the head is of another kind, or has several modules."""
+        if not isinstance(head, QwenMtpHead | MtpHead) or head.num_modules > 1:
+            return None
+        module: Any = head.layers[0]
+        if isinstance(head, QwenMtpHead):
+            norms = (head.pre_fc_norm_embedding, head.pre_fc_norm_hidden)
+            return cls(*norms, head.fc, module, head.norm)
+        if getattr(head.config, "mtp_hidden_states_first", False) or not module.use_post_norm:
+            return None
+        return cls(module.enorm, module.hnorm, module.eh_proj, module.mtp_block, module.post_norm)
+
+
 class PackedMtp:
-    """What a ``QwenMtpHead`` of one module computes, up to rounding; made by ``of``.
+    """What an MTP head of one module computes, up to rounding; made by ``of``.
 
     head: on one device, with plain weights, which become views of packed ones.
     max_length: tokens of a text.
     """
 
-    def __init__(self, head: QwenMtpHead, max_length: int) -> None:
-        layer: Any = head.layers[0]
+    def __init__(self, head: QwenMtpHead | MtpHead, max_length: int) -> None:
+        module = _MtpModule.of(head)
+        assert module is not None, "of() comes before"
+        layer = module.layer
         self.head, self.width = head, head.hidden_size
-        self._layer = PackedLayer(layer.self_attn, layer.mlp)
-        self._embedded = Norm.of(head.pre_fc_norm_embedding)
-        self._given = Norm.of(head.pre_fc_norm_hidden)
+        self._layer = attending_layer(layer)
+        self.kept = [self._layer.kept]
+        self._embedded, self._given = Norm.of(module.embedded), Norm.of(module.given)
+        self._projection = module.projection
         self._before = Norm.of(layer.input_layernorm)
         self._inner = Norm.of(layer.post_attention_layernorm)
-        self._last = Norm.of(head.norm)
-        positions = torch.arange(max_length, device=head.fc.weight.device).unsqueeze(0)
-        cos, sin = head.rotate(head.fc.weight[:1].unsqueeze(0), positions, 0)
-        self._rotation = Rotation(cos[0].contiguous(), sin[0].contiguous())
+        self._last = Norm.of(module.last)
+        weight = module.projection.weight
+        positions = torch.arange(max_length, device=weight.device).unsqueeze(0)
+        self._rotation = as_rotation(head.rotate(weight[:1].unsqueeze(0), positions, 0))
 
     @classmethod
     def of(cls, head: Any, max_length: int) -> PackedMtp | None:
@@ -116,22 +149,24 @@ class PackedMtp:
 
     @staticmethod
     def _is_served(head: Any) -> bool:
-        if not isinstance(head, QwenMtpHead) or head.num_modules > 1:
+        module = _MtpModule.of(head)
+        if module is None:
             return False
-        layer: Any = head.layers[0]
+        layer = module.layer
         is_known = type(layer).__module__ in {kind.__module__ for kind in FAMILY}
         if not is_known or hasattr(layer, "pre_feedforward_layernorm"):
             return False
         attention = layer.self_attn
         is_whole = not (getattr(attention, "sliding_window", None) or hasattr(attention, "sinks"))
-        return is_whole and has_static_rope(head.config) and PackedLayer.fits(attention)
+        return is_whole and has_static_rope(head.config) and fits_packed(layer)
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
         """int64 [N] and [N, H] to the recycled [N, H]; see ``PackedHead``."""
         embedded = rms_norm(self.head.embed(token_ids).to(hidden.dtype), *self._embedded)
-        states = product(self.head.fc, torch.cat([embedded, rms_norm(hidden, *self._given)], -1))
+        both = torch.cat([embedded, rms_norm(hidden, *self._given)], -1)
+        states = product(self._projection, both)
         change = self._layer.attend(
             rms_norm(states, *self._before), self._rotation, memory[0], index
         )
@@ -161,6 +196,7 @@ class PackedBlock:
             PackedLayer(layer.self_attn, layer.mlp, layer.sight.window) for layer in stock
         ]
         self._keys_values = _keys_values(packed, self._layers)
+        self.kept = [layer.kept for layer in self._layers]
         # Norm i comes before layer i, the last one after all layers.
         self._norms = [*(Norm.of(layer.input_layernorm) for layer in stock), Norm.of(head.norm)]
         self._inner_norms = [Norm.of(layer.post_attention_layernorm) for layer in stock]

@@ -242,7 +242,8 @@ class PackedLM:
         if self._graphs is None:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
-            groups = rows.shared_prefixes(self._tables) if total >= SHARED_FROM else ()
+            may_share = total >= SHARED_FROM and self._decoder.reads_groups
+            groups = rows.shared_prefixes(self._tables) if may_share else ()
             limits = (total, batch, self._capacity, self._graphs.sizes)
             shape = LineShape.of(*limits, num_groups=len(groups))
         inputs = {
@@ -294,7 +295,7 @@ class PackedLM:
         none, graphs = Rows((), (), ()), self._graphs
         sizes = (*graphs.beyond, *reversed(graphs.sizes))
         for size, num_groups in product(sizes, (0, MOST_GROUPS)):
-            if num_groups and size < SHARED_FROM:
+            if num_groups and not (size >= SHARED_FROM and self._decoder.reads_groups):
                 continue
             shape = LineShape.of(size, 0, self._capacity, graphs.sizes, num_groups=num_groups)
             inputs = {

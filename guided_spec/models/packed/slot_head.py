@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.slot_head import HeadRunner, SlotLimits
-from guided_spec.models.packed.blocks import Blocks
+from guided_spec.models.packed.blocks import Blocks, KeptShape
 from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -99,8 +99,9 @@ class AheadRunner(HeadRunner, Protocol):
 class HeadSlots:
     """The memory of a head's layers, and how much of each slot's text it holds.
 
-    config: of the head's layers. blocks: the target's, by whose tables the head keeps its own keys
-    and values: a text that takes a prefix of another one takes both. None: tables of its own.
+    kept: by each of the head's layers. blocks: the target's, by whose tables the head keeps its
+    own keys and values: a text that takes a prefix of another one takes both. None: tables of its
+    own.
 
     memory: the layers' blocks.
     """
@@ -108,7 +109,7 @@ class HeadSlots:
     @torch.inference_mode()
     def __init__(
         self,
-        config: Any,
+        kept: Sequence[KeptShape],
         limits: SlotLimits,
         *,
         device: torch.device,
@@ -118,11 +119,8 @@ class HeadSlots:
         self.max_length, self._piece = limits.max_length, limits.piece
         self.blocks = blocks or Blocks.full(limits.num_slots, limits.max_length, device)
         like = torch.empty(0, device=device, dtype=dtype)
-        self.memory = tuple(
-            # A position is read with its successor.
-            self.blocks.allocate(config.num_key_value_heads, config.head_dim, like, lag=1)
-            for _ in range(config.num_hidden_layers)
-        )
+        # A position is read with its successor.
+        self.memory = tuple(self.blocks.allocate(one, like, lag=1) for one in kept)
         self._lengths = [0] * limits.num_slots
 
     def length(self, slot: int) -> int:
@@ -189,13 +187,15 @@ class PackedHead(Protocol):
     """What a head computes, up to rounding, in few kernels; see ``packed.heads``.
 
     head: on one device, with plain weights, which become views of packed ones. width: of the states
-    that it reads.
+    that it reads. kept: by each of its layers.
     """
 
     @property
     def head(self) -> DraftHead: ...
     @property
     def width(self) -> int: ...
+    @property
+    def kept(self) -> Sequence[KeptShape]: ...
     def forward(
         self, token_ids: Tensor, hidden: Tensor, index: SlotIndex, memory: Sequence[KeyValues]
     ) -> Tensor:
@@ -235,8 +235,7 @@ class PackedSlotHead:
         self._packed = packed
         self.num_slots, self.max_length = limits.num_slots, limits.max_length
         self._limits, self._device, self._dtype = limits, device, dtype
-        config = packed.head.config
-        self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
+        self.slots = HeadSlots(packed.kept, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
         self.graphs = self.sources = GraphPool(device, window, is_on_side_stream=True)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))

@@ -173,6 +173,7 @@ class StockDecoder:
     """A stock decoder's forward over blocks; made by ``of``, with ``PackedDecoder``'s methods."""
 
     runs_as = "stock modules over blocks"
+    reads_groups = True  # see ``PackedDecoder.reads_groups``
 
     def __init__(self, model: PreTrainedModel) -> None:
         stock: Any = model

@@ -31,7 +31,8 @@ class KeyValues(NamedTuple):
     """Keys and values that belong together, of one dtype on one device.
 
     Of new tokens: [N, Hkv, D] each, with any strides. Of a layer's buffers, which are contiguous:
-    [num_blocks, Hkv, block, D], where ``block`` positions of a text lie together.
+    [num_blocks, Hkv, block, D], where ``block`` positions of a text lie together. Of latent
+    attention: the latents, which are keys and values, and the rotary part of the keys.
     """
 
     keys: Tensor
@@ -175,6 +176,16 @@ class SeenRow(NamedTuple):
     blocks: Tensor
     visible: Tensor | None
     first: int | None
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """[Hkv, L, D]: the positions that it sees, of a layer's keys or values."""
+        heads, block, width = buffer.shape[1:]
+        # A head's part of a block is contiguous, so that a row of this view is one.
+        parts = self.blocks * heads + torch.arange(heads, device=self.blocks.device).unsqueeze(1)
+        found = buffer.view(-1, block * width).index_select(0, parts.flatten())
+        found = found.view(heads, -1, width)
+        before = self.positions.start // block * block
+        return found[:, self.positions.start - before : self.positions.stop - before]
 
 
 class QkvShape(NamedTuple):
@@ -330,7 +341,7 @@ def _attend_row(
     query: Tensor, buffers: KeyValues, row: SeenRow, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """[T, Hq, D] of one row: T queries in float32 over a copy of what they see, [Hkv, L, D]."""
-    keys, values = (_read(buffer, row).float() for buffer in buffers)
+    keys, values = (row.read(buffer).float() for buffer in buffers)
     asked, visible = query.transpose(0, 1), row.visible
     mask = visible
     if sinks is not None:  # one more key of each head, which scores as the sink does and holds 0
@@ -368,14 +379,3 @@ def _attend_contiguous(query: Tensor, buffers: KeyValues, row: SeenRow, scale: f
     if ends:
         mixed = mixed.baddbmm(shares[:, :, num_whole * block :], ends[1])
     return mixed.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(query.shape)
-
-
-def _read(buffer: Tensor, row: SeenRow) -> Tensor:
-    """[Hkv, L, D]: the positions that a row sees."""
-    heads, block, width = buffer.shape[1:]
-    # A head's part of a block is contiguous, so that a row of this view is one.
-    parts = row.blocks * heads + torch.arange(heads, device=row.blocks.device).unsqueeze(1)
-    found = buffer.view(-1, block * width).index_select(0, parts.flatten())
-    found = found.view(heads, -1, width)
-    before = row.positions.start // block * block
-    return found[:, row.positions.start - before : row.positions.stop - before]

@@ -135,7 +135,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, tokens = _with_rows(query.to(keys.dtype)), index.tokens.contiguous()
+    query, tokens = with_rows(query.to(keys.dtype)), index.tokens.contiguous()
     rows = index.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
@@ -145,7 +145,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     fixed = (num_kv_heads, group, size, padded)
     shared_by = None if window else index.shared
     order, groups = shared_by or (rows, rows)
-    lines = 0 if shared_by is None else _lines(groups)
+    lines = 0 if shared_by is None else count_lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
     sunk = (query if sinks is None else sinks, sinks is not None)
 
@@ -157,7 +157,15 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
-            *(*query.stride()[:2], how.halvings, *fixed, _lines(of), lines, how.rows, how.block),
+            *(
+                *query.stride()[:2],
+                how.halvings,
+                *fixed,
+                count_lines(of),
+                lines,
+                how.rows,
+                how.block,
+            ),
             *(window, sunk[1], tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
@@ -166,7 +174,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if new is not None:
-            key, value = _with_rows(new.keys), _with_rows(new.values)
+            key, value = with_rows(new.keys), with_rows(new.values)
             launch(_store, (triton.cdiv(count, TOKENS_STORED), num_kv_heads), query)(
                 *(key, value, keys, values, tokens, count, *memory),
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
@@ -182,16 +190,16 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         if own is not None:
             parts = FEW_SPLITS if tile.splits <= FEW_SPLITS else max(tile.splits, MAX_SPLITS)
             of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
-            launch(_combine, (count, heads), query)(
+            launch(combine, (count, heads), query)(
                 *(*own, *(common or own), rows, *shared, output, sunk[0], num_rows, max_length),
-                *(tile.halvings, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
+                *(tile.halvings, *fixed, count_lines(rows), lines, tile.rows, parts, tile.block),
                 *(*of_shared, window, sunk[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
     return output
 
 
-def _lines(rows: Tensor) -> int:
+def count_lines(rows: Tensor) -> int:
     """The number of rows or groups in which a program looks for its own, a power of 2."""
     lines: int = max(triton.next_power_of_2(rows.shape[1]), LEAST_LINES)
     return lines
@@ -212,7 +220,7 @@ def _tiles(
     return next(found), next(found)
 
 
-def _with_rows(states: Tensor) -> Tensor:
+def with_rows(states: Tensor) -> Tensor:
     return states if states.stride(2) == 1 else states.contiguous()
 
 
@@ -263,7 +271,7 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit
-def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
+def row_at(row, rows, num_rows):  # type: ignore[no-untyped-def]
     """Slot and start of a row, its first token, and how many it has; none for row -1."""
     is_there = row >= 0
     slot = tl.load(rows + row, mask=is_there, other=-1)
@@ -285,7 +293,7 @@ def _group_of(token, order, groups, count, num_groups, GROUPS: tl.constexpr):  #
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_of(  # type: ignore[no-untyped-def]
+def row_of(  # type: ignore[no-untyped-def]
     tile, rows, num_rows, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
 ):
     """Which row a tile belongs to, and which of its tiles it is."""
@@ -297,7 +305,7 @@ def _row_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def span_of(  # type: ignore[no-untyped-def] # noqa: PLR0913
     low,
     start,
     limit,
@@ -323,7 +331,7 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def offsets_of(  # type: ignore[no-untyped-def] # noqa: PLR0913
     table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
@@ -337,7 +345,7 @@ def _offsets(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _visible(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def seen_from(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which of the positions ``stored`` each query sees from its own: [ROWS, BLOCK]."""
     distance = position[:, None] - stored[None, :]  # from the key to the query
     visible = (distance >= 0) & is_there[None, :]
@@ -388,15 +396,15 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
 ):
     """ROWS queries of one row, or group, and key head over one split (IS_ONLY: all) they see."""
     tile, split, head = tl.program_id(0), tl.program_id(2), tl.program_id(1).to(tl.int64)
-    row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
-    slot, start, first_token, num_tokens = _row(row, rows, num_rows)
+    row, within_row = row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
+    slot, start, first_token, num_tokens = row_at(row, rows, num_rows)
     await_previous(IS_DEPENDENT)
     if within_row * ROWS < num_tokens * GROUP:
         low = start * 0
         if STAGE == 1:
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
         limit = start if STAGE == 2 else max_length  # a group's tokens are after what it shares
-        low, end, share = _span(
+        low, end, share = span_of(
             low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
         )
         low += split * share
@@ -434,11 +442,11 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             there = is_there[:, None]
             if WIDTH != PADDED:
                 there = there & within[None, :]
-            offset = _offsets(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
+            offset = offsets_of(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
             offset = (offset * WIDTH)[:, None] + column
             tiled = tl.load(keys + offset, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
-            visible = _visible(start + token, stored, is_there, WINDOW)
+            visible = seen_from(start + token, stored, is_there, WINDOW)
             scores = tl.where(visible, scores, -1e30)
             higher = tl.maximum(top, tl.max(scores, 1))
             probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
@@ -485,7 +493,7 @@ def _weighed(partial, source, weight, column, WIDTH: tl.constexpr):  # type: ign
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
+def combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     partial,
     lse,
     shared_partial,
@@ -525,14 +533,14 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     ends = tl.load(rows + 2 * num_rows + line, mask=line < num_rows, other=0)
     row = tl.sum(((ends <= line_of) & (line < num_rows)).to(tl.int32), 0)
     row = tl.where(row < num_rows, row, -1)
-    _, start, first_token, num_tokens = _row(row, rows, num_rows)
+    _, start, first_token, num_tokens = row_at(row, rows, num_rows)
     low = start * 0
     if GROUPS > 0:
         rank, index, low = _group_of(line_of, order, groups, count, num_groups, GROUPS)
         length = tl.where(num_tokens > 0, low, 0)
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
-    low, end, share = _span(
+    low, end, share = span_of(
         low, start, max_length, tile, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW
     )
     column = tl.arange(0, PADDED)

@@ -1,9 +1,9 @@
 """What the chosen experts of few tokens make of them, in three steps, or by a product alone.
 
-``route`` chooses, ``open_experts`` is gate, up and activation, ``close_experts`` is down and the
-sum by the weights of the choice. The torch code here is the definition; on CUDA each is one kernel
-of ``guided_spec.ops.linear.experts_triton``, which reads the matrices of the chosen experts where
-they lie. For inference: they have no gradient.
+``route`` or ``route_in_groups`` chooses, ``open_experts`` is gate, up and activation,
+``close_experts`` is down and the sum by the weights of the choice. The torch code here is the
+definition; on CUDA each is one kernel of ``guided_spec.ops.linear.experts_triton``, which reads the
+matrices of the chosen experts where they lie. For inference: they have no gradient.
 
 Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer"
 (2017); Shazeer, "GLU variants improve transformer" (2020).
@@ -20,6 +20,8 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import kernels_of
 from guided_spec.ops.linear.fp8_linear import can_read_fp8
+
+NO_ZERO = 1e-20  # added to sums that divide, as transformers does
 
 
 class Routes(NamedTuple):
@@ -105,6 +107,76 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
     if has_shared:
         experts = functional.pad(experts, (0, 1), value=num_experts)
         shares = torch.cat([shares, wide[..., num_experts:].sigmoid()], -1)
+    return Routes(experts, shares)
+
+
+class GroupedChoice(NamedTuple):
+    """How experts are chosen by groups, as of DeepSeek-V2 and V3.
+
+    top_k: experts of a token. groups: of equally many experts that follow one another. chosen:
+        groups that experts may come from, those with the largest sums of their ``ranked_by`` best
+        scores, 1 or 2.
+    is_sigmoid: scores are sigmoids of the logits, else their softmax. bias: float32 [E], added to
+        scores where experts are chosen, not to shares; None for none.
+    is_normalized: whether shares are scores by their sum. factor: of all shares.
+    has_shared: every token takes expert E after the others, with a share of 1.
+    """
+
+    top_k: int
+    groups: int = 1
+    chosen: int = 1
+    ranked_by: int = 1
+    is_sigmoid: bool = False
+    bias: Tensor | None = None
+    is_normalized: bool = False
+    factor: float = 1.0
+    has_shared: bool = False
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [N, E]: x [N, H] times the weight [E, H], of any floating dtypes, in float32.
+
+    Rounded logits would choose other experts.
+    """
+    if x.is_cuda:
+        logits: Tensor = kernels_of(__name__).router_logits(x, weight)
+        return logits
+    return functional.linear(x.float(), weight.float())
+
+
+def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
+    """Choose ``choice.top_k`` experts for each token, from few groups of them.
+
+    logits: [N, E]; scores and shares are float32. Of equal scores any may be chosen.
+
+    Raises ConfigError for groups that do not divide the experts, or have too few of them.
+    """
+    size, rest = divmod(logits.shape[-1], choice.groups)
+    most = size * choice.chosen
+    if rest or choice.ranked_by > size or not 1 <= choice.chosen <= choice.groups:
+        fix = f"must divide {logits.shape[-1]} experts, and be as many as are chosen of them"
+        raise ConfigError("groups", choice.groups, fix)
+    if not 1 <= choice.top_k <= most:
+        raise ConfigError("top_k", choice.top_k, f"must be 1 to {most}, of the chosen groups")
+    if logits.is_cuda:
+        routes: Routes = kernels_of(__name__).route_in_groups(logits, choice)
+        return routes
+    wide = logits.float()
+    scores = wide.sigmoid() if choice.is_sigmoid else wide.softmax(-1)
+    ranked = scores if choice.bias is None else scores + choice.bias
+    groups = ranked.unflatten(-1, (choice.groups, size))
+    best = groups.topk(choice.ranked_by, -1).values.sum(-1).topk(choice.chosen, -1).indices
+    is_open = torch.zeros_like(groups, dtype=torch.bool).scatter_(
+        1, best.unsqueeze(-1).expand(-1, -1, size), value=True
+    )
+    experts = ranked.masked_fill(~is_open.flatten(1), -torch.inf).topk(choice.top_k, -1).indices
+    shares = scores.gather(1, experts)
+    if choice.is_normalized:
+        shares = shares / (shares.sum(-1, keepdim=True) + NO_ZERO)
+    shares = shares * choice.factor
+    if choice.has_shared:
+        experts = functional.pad(experts, (0, 1), value=logits.shape[-1])
+        shares = functional.pad(shares, (0, 1), value=1.0)
     return Routes(experts, shares)
 
 

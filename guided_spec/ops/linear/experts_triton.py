@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.linear.experts import Gating, Projection, Routes
+from guided_spec.ops.linear.experts import NO_ZERO, Gating, GroupedChoice, Projection, Routes
 
 ROWS = 8  # outputs of a program
 OPENING_BYTES, CLOSING_BYTES = 1024, 2048  # of an output that it reads at once, at most
 STAGES = 3
+SCORING_ROWS, SCORED = 4, 512  # logits of a program, and the inputs that it reads at once
 
 PLAIN, BY_BLOCKS, BY_OUTPUTS = 0, 1, 2  # how weights are scaled
 
@@ -67,6 +68,41 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
                 *(logits.contiguous(), experts, shares, num_experts),
                 *(count, is_normalized, has_shared, triton.next_power_of_2(num_experts)),
                 triton.next_power_of_2(count + has_shared),
+                num_warps=1,
+            )
+    return Routes(experts, shares)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [N, E]: ``experts.router_logits`` of few tokens, on one CUDA device."""
+    (count, inputs), outputs = x.shape, len(weight)
+    logits = x.new_empty(count, outputs, dtype=torch.float32)
+    columns = min(SCORED, triton.next_power_of_2(inputs))
+    if logits.numel() > 0:
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            launch(_score, (count, triton.cdiv(outputs, SCORING_ROWS)), x)(
+                *(x.contiguous(), weight.contiguous(), logits, outputs, inputs),
+                *(SCORING_ROWS, columns, STAGES),
+            )
+    return logits
+
+
+def route_in_groups(logits: Tensor, choice: GroupedChoice) -> Routes:
+    """The experts and shares [N, K] of logits [N, E], on one CUDA device; see ``experts``."""
+    rows, num_experts = logits.shape
+    width = choice.top_k + choice.has_shared
+    experts = logits.new_empty(rows, width, dtype=torch.int64)
+    shares = logits.new_empty(rows, width, dtype=torch.float32)
+    size = num_experts // choice.groups
+    if rows > 0:
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            launch(_route_in_groups, (rows,), logits)(
+                *(logits.contiguous(), logits if choice.bias is None else choice.bias),
+                *(experts, shares, choice.factor, choice.top_k, choice.groups, size),
+                *(choice.chosen, choice.ranked_by, choice.is_sigmoid, choice.bias is not None),
+                *(choice.is_normalized, choice.has_shared, NO_ZERO),
+                *(triton.next_power_of_2(choice.groups), triton.next_power_of_2(size)),
+                triton.next_power_of_2(width),
                 num_warps=1,
             )
     return Routes(experts, shares)
@@ -149,6 +185,105 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     is_there = number < COUNT + HAS_SHARED
     tl.store(experts + target, chosen.to(tl.int64), mask=is_there)
     tl.store(shares + target, weights, mask=is_there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x,
+    weight,
+    logits,
+    outputs,
+    inputs: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """ROWS logits of one token."""
+    await_previous(IS_DEPENDENT)
+    token, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    address = weight + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
+        at = first + tl.arange(0, COLUMNS)
+        read = tl.load(address + at[None, :], mask=at[None, :] < inputs, other=0.0)
+        states = tl.load(x + token * inputs + at, mask=at < inputs, other=0.0)
+        products += read.to(tl.float32) * states.to(tl.float32)[None, :]
+    target = logits + token * outputs + output
+    tl.store(target, tl.sum(products, 1), mask=output < outputs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route_in_groups(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    logits,
+    bias,
+    experts,
+    shares,
+    factor,
+    COUNT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    RANKED_BY: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    NO_ZERO: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One token's: the best groups one after another, then likewise the best of their experts."""
+    await_previous(IS_DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_SIZE)
+    at = group[:, None] * SIZE + member[None, :]
+    is_there = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    wide = tl.load(logits + token * (GROUPS * SIZE) + at, mask=is_there, other=float("-inf"))
+    wide = wide.to(tl.float32)
+    if IS_SIGMOID:
+        scores = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
+    else:
+        raised = tl.exp(wide - tl.max(tl.max(wide, 1), 0))
+        scores = tl.div_rn(raised, tl.sum(tl.sum(raised, 1), 0) + raised * 0)
+    ranked = scores
+    if HAS_BIAS:
+        ranked += tl.load(bias + at, mask=is_there, other=0.0)
+    ranked = tl.where(is_there, ranked, float("-inf"))
+    if CHOSEN < GROUPS:
+        best, first = tl.max(ranked, 1, return_indices=True)
+        if RANKED_BY == 2:
+            others = tl.where(member[None, :] == first[:, None], float("-inf"), ranked)
+            best += tl.max(others, 1)
+        best = tl.where(group < GROUPS, best, float("-inf"))
+        is_open = group < 0
+        for _ in tl.static_range(CHOSEN):
+            _, chosen_group = tl.max(best, 0, return_indices=True)
+            is_open = is_open | (group == chosen_group)
+            best = tl.where(group == chosen_group, float("-inf"), best)
+        ranked = tl.where(is_open[:, None], ranked, float("-inf"))
+    flat = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
+    left = tl.reshape(ranked, [PADDED_GROUPS * PADDED_SIZE])
+    of_all, number = tl.reshape(scores, [PADDED_GROUPS * PADDED_SIZE]), tl.arange(0, WIDTH)
+    chosen, weights = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.float32)
+    for rank in tl.static_range(COUNT):
+        _, expert = tl.max(left, 0, return_indices=True)
+        score = tl.sum(tl.where(flat == expert, of_all, 0.0), 0)
+        weights = tl.where(number == rank, score, weights)
+        chosen = tl.where(number == rank, expert, chosen)
+        left = tl.where(flat == expert, float("-inf"), left)
+    if IS_NORMALIZED:
+        weights = tl.div_rn(weights, tl.sum(weights, 0) + NO_ZERO + weights * 0)
+    weights *= factor
+    chosen = chosen // PADDED_SIZE * SIZE + chosen % PADDED_SIZE
+    if HAS_SHARED:
+        chosen = tl.where(number == COUNT, GROUPS * SIZE, chosen)
+        weights = tl.where(number == COUNT, 1.0, weights)
+    target, is_kept = token * (COUNT + HAS_SHARED) + number, number < COUNT + HAS_SHARED
+    tl.store(experts + target, chosen.to(tl.int64), mask=is_kept)
+    tl.store(shares + target, weights, mask=is_kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

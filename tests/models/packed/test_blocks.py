@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import BLOCK, Blocks, WholeSlots
+from guided_spec.models.packed.blocks import BLOCK, Blocks, KeptShape, WholeSlots
 from tests.tiers import examples
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks(NUM_SLOTS, LENGTH, CPU, self.num_blocks)
-        self.memory = [self.blocks.allocate(1, 2, torch.empty(0), lag=self.lag)]
+        self.memory = [self.blocks.allocate(KeptShape(1, 2, 2), torch.empty(0), lag=self.lag)]
         self.account = Account(self.blocks.num_blocks, self.lag)
         self.written = 0.0
 
@@ -249,7 +249,7 @@ TestTightBlocks = TightMachine.TestCase
 def filled(num_blocks: int | None = None, lag: int = 0) -> Blocks:
     """Blocks of two slots of four blocks each, the first of which holds and remembers a text."""
     blocks = Blocks(2, 4 * BLOCK, CPU, num_blocks)
-    blocks.allocate(1, 2, torch.empty(0), lag=lag)
+    blocks.allocate(KeptShape(1, 2, 2), torch.empty(0), lag=lag)
     assert blocks.start(0, TEXT).taken == 0
     assert blocks.grow(0, len(TEXT))
     blocks.remember(0, TEXT, len(TEXT))
@@ -333,7 +333,7 @@ def test_no_more_blocks_than_the_slots_can_fill() -> None:
     assert Blocks(3, 2 * BLOCK, CPU).num_blocks == 9
     assert Blocks(3, 2 * BLOCK - 1, CPU, 100).num_blocks == 6
     blocks = Blocks(3, 2 * BLOCK - 1, CPU, 4)
-    memory = blocks.allocate(2, 8, torch.empty(0, dtype=torch.bfloat16))
+    memory = blocks.allocate(KeptShape(2, 8, 8), torch.empty(0, dtype=torch.bfloat16))
     assert memory.keys.shape == memory.values.shape == (5, 2, BLOCK, 8)
     assert memory.keys.dtype == torch.bfloat16
     assert memory.keys.data_ptr() != memory.values.data_ptr()
@@ -341,7 +341,7 @@ def test_no_more_blocks_than_the_slots_can_fill() -> None:
 
 def test_a_copy_is_of_the_blocks_that_differ() -> None:
     blocks = filled()
-    memory = [blocks.allocate(1, 1, torch.empty(0)) for _ in range(2)]
+    memory = [blocks.allocate(KeptShape(1, 1, 1), torch.empty(0)) for _ in range(2)]
     for layer in memory:
         for buffer in layer:
             buffer.copy_(torch.randn(buffer.shape))

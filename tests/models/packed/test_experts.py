@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from guided_spec.models.causal_lm import make_causal_lm
-from guided_spec.models.packed import layer
-from guided_spec.models.packed.layer import PackedExperts, feed_of
+from guided_spec.models.packed import feed
+from guided_spec.models.packed.feed import PackedExperts, feed_of
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 
@@ -21,6 +21,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 greedy": ("deepseek_v2", {"topk_method": "greedy", "n_shared_experts": 1}),
+    "deepseek_v3": ("deepseek_v3", {"n_shared_experts": 1, "routed_scaling_factor": 2.5}),
+    "deepseek_v3 shares": ("deepseek_v3", {"n_shared_experts": 2, "norm_topk_prob": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
 }
 
 
@@ -28,6 +33,9 @@ def block_of(kind: str) -> tuple[Any, Any]:
     """A model and the experts of its second layer, in float32."""
     name, fields = KINDS[kind]
     model: Any = build(name, **fields)
+    for mlp in (layer.mlp for layer in model.get_decoder().layers[1:]):
+        if hasattr(mlp, "gate") and hasattr(mlp.gate, "e_score_correction_bias"):
+            mlp.gate.e_score_correction_bias.uniform_(-0.5, 0.5)
     return model, model.get_decoder().layers[1].mlp
 
 
@@ -43,9 +51,9 @@ def test_both_ways_give_what_the_block_gives(
     states = torch.randn(1, count, model.config.hidden_size)
     expected = block(states)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    monkeypatch.setattr(layer, "are_served", lambda *_: are_few)
+    monkeypatch.setattr(feed, "are_served", lambda *_: are_few)
     if not are_few:  # kernels that are compiled ahead choose what is no expert
-        monkeypatch.delattr(layer, "route")
+        monkeypatch.delattr(feed, "close_experts")
     assert PackedExperts.fits(block)
     found = feed_of(block)(states[0])
     torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-4)
@@ -79,7 +87,7 @@ def test_experts_of_another_kind_stay_as_they_are() -> None:
 def test_drafts_of_few_pairs_give_what_generate_gives(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer, "are_served", lambda *_: True)
+    monkeypatch.setattr(feed, "are_served", lambda *_: True)
     model, _ = block_of(kind)
     prompt = prompts_of([7], 64, 0)[0]
     expected = generate_alone(model, prompt, 20)

@@ -19,7 +19,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
-from guided_spec.models.heads.mtp import QwenMtpHead
+from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
@@ -28,6 +28,7 @@ from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.packed_lm import Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.stock.slots import SlotInputs, SlotOutput
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -37,10 +38,11 @@ from tests.whole_drafts import draft_greedily
 VOCAB = 64
 CPU = torch.device("cpu")
 DENSE = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "gemma3"]
-FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss"]
+LATENT = ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu"]
+FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss", *LATENT]
 STOCK = ["bitnet", "glm4_moe"]  # stock modules, with the attention over slots
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3"]
+OTHERS = ["llama_dynamic", "gemma2", "deepseek_v32"]
 
 
 def make(name: str) -> PreTrainedModel:
@@ -95,6 +97,17 @@ def test_a_prompt_beside_other_rows(name: str) -> None:
     torch.testing.assert_close(found.hidden_states, states)
     last = SlotInputs(torch.tensor([[9]]), [0], [19], [1])  # and it goes on from there
     torch.testing.assert_close(along.forward(last).logits, alone.forward(last).logits)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latents_alone_are_kept(name: str) -> None:
+    """Of a token and layer a latent of 16 numbers, and a rotary key of 8, for all heads."""
+    form = PackedForm.of(make(name), "packed", BLOCK + 1)
+    assert form is not None
+    assert isinstance(form.decoder, PackedDecoder)
+    assert [one and one.kept for one in form.layers] == [(1, 16, 8)] * 4
+    (first, *_) = form.allocate(Blocks.full(2, BLOCK - 1, CPU), 2, 1)
+    assert [part.shape for part in first] == [(3, 1, BLOCK, 16), (3, 1, BLOCK, 8)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -300,10 +313,16 @@ def test_an_eagle3_head_walks_as_the_stock_one(
     check_walks(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target), 3)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3"])
 @torch.inference_mode()
 def test_an_mtp_module_walks_as_the_stock_one(name: str) -> None:
     check_walks(QwenMtpHead.fresh(build(name), initialize="random").eval(), 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "deepseek_v3_yarn", "youtu"])
+@torch.inference_mode()
+def test_a_deepseek_module_walks_as_the_stock_one(name: str) -> None:
+    check_walks(MtpHead.fresh(build(name), initialize="random").eval(), 1)
 
 
 def test_other_modules_keep_their_stock_form() -> None:
@@ -421,7 +440,8 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2)]
+    ("name", "kinds"),
+    [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2), ("deepseek_v3", 2)],
 )
 def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -> None:
     """A graph is captured behind it: what is not loaded then would be loaded in the capture."""

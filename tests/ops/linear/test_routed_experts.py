@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
+from guided_spec.ops.linear.experts import (
+    Gating,
+    GroupedChoice,
+    Projection,
+    close_experts,
+    open_experts,
+    route,
+    route_in_groups,
+)
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, multiply_out, scales_shape
 from tests.ops.interpreted import run_interpreted
 
@@ -16,7 +27,9 @@ import torch
 from guided_spec.ops.linear import experts_triton as kernels
 from tests.ops.linear.test_routed_experts import scaled
 from guided_spec.ops.linear.experts import Gating, Projection
-from guided_spec.ops.linear.experts import close_experts, open_experts, route
+from guided_spec.ops.linear.experts import close_experts, open_experts, route, route_in_groups
+from guided_spec.ops.linear.experts import router_logits
+from tests.ops.linear.test_routed_experts import grouped
 
 torch.manual_seed(0)
 gatings = (Gating(), Gating(is_interleaved=True, limit=2.0, alpha=1.7))
@@ -47,6 +60,16 @@ for dtype, tolerance, few in ((torch.float32, 1e-4, sizes), (torch.float16, 2e-2
             wanted = close_experts(opened.to(dtype), routes, given)
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
+for case in range(60):
+    choice, logits = grouped(case)
+    x, weight = torch.randn(len(logits), 7 + 11 * case), torch.randn(len(logits[0]), 7 + 11 * case)
+    x = x.to((torch.float16, torch.float32)[case % 2])
+    found = kernels.router_logits(x, weight)
+    torch.testing.assert_close(found, router_logits(x, weight), atol=1e-4, rtol=1e-4)
+    expected, found = route_in_groups(logits, choice), kernels.route_in_groups(logits, choice)
+    assert torch.equal(found.experts, expected.experts), choice
+    torch.testing.assert_close(found.shares, expected.shares)
+
 for block, serves in (((8, 16), True), ((1, 48), True), ((48, 48), True), ((4, 16), False)):
     opening = scaled(5, (96, 40), block)
     closing = scaled(5, (48, 40), block)
@@ -61,6 +84,46 @@ for block, serves in (((8, 16), True), ((1, 48), True), ((48, 48), True), ((4, 1
         torch.testing.assert_close(found, close_experts(x, routes, closing))
 print("equal")
 """
+
+
+def grouped(seed: int) -> tuple[GroupedChoice, Tensor]:
+    """A choice of any kind, and logits [N, E] of few or many experts for it."""
+    source = random.Random(seed)
+    groups, size = source.choice([1, 2, 3, 8]), source.choice([2, 3, 16])
+    chosen = source.randint(1, groups)
+    torch.manual_seed(seed)
+    bias = torch.randn(groups * size) if source.random() < 0.5 else None
+    choice = GroupedChoice(
+        *(source.randint(1, min(chosen * size, 8)), groups, chosen, source.choice([1, 2])),
+        is_sigmoid=source.random() < 0.5,
+        bias=bias,
+        is_normalized=source.random() < 0.5,
+        factor=source.choice([1.0, 2.5]),
+        has_shared=source.random() < 0.5,
+    )
+    return choice, torch.randn(source.randint(1, 4), groups * size)
+
+
+@pytest.mark.parametrize("is_sigmoid", [True, False])
+def test_experts_come_from_the_best_groups(*, is_sigmoid: bool) -> None:
+    """By hand: two of three groups, those of which the two best scores are largest."""
+    logits = torch.tensor([[0.0, 2.0, 1.9, 2.3, -3.0, -3.0, 2.5, 2.4, 0.1]])
+    choice = GroupedChoice(3, 3, 2, 2, is_sigmoid=is_sigmoid, factor=2.0, has_shared=True)
+    found = route_in_groups(logits, choice)
+    assert found.experts.tolist() == [[6, 7, 1, 9]]
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    torch.testing.assert_close(found.shares[0, :3], 2 * scores[0, [6, 7, 1]])
+    assert found.shares[0, 3] == 1.0
+    by_best = route_in_groups(logits, choice._replace(ranked_by=1))
+    assert by_best.experts.tolist() == [[6, 7, 3, 9]]
+    biased = choice._replace(bias=torch.eye(9)[4] * 9, is_normalized=True, factor=1.0)
+    found = route_in_groups(logits, biased)
+    assert found.experts.tolist() == [[4, 6, 7, 9]]
+    torch.testing.assert_close(found.shares[0, :3].sum(), torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="groups=2: must divide 9 experts"):
+        route_in_groups(logits, choice._replace(groups=2))
+    with pytest.raises(ConfigError, match="top_k=7: must be 1 to 6, of the chosen groups"):
+        route_in_groups(logits, choice._replace(top_k=7))
 
 
 def scaled(experts: int, shape: tuple[int, int], block: tuple[int, int]) -> Projection:

@@ -20,7 +20,7 @@ from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.blocks import BLOCK, Blocks
+from guided_spec.models.packed.blocks import BLOCK, Blocks, KeptShape
 from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -301,7 +301,7 @@ class ContextReader:
         self.transition = head.transition
         self._device, self._dtype = device, dtype
         where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
-        self.slots = HeadSlots(head.config, limits, **where)
+        self.slots = HeadSlots(KeptShape.of_layers(head.config), limits, **where)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
 
@@ -452,7 +452,9 @@ class PackedContextReader:
         self.transition = head.transition
         self.max_length, self.width = limits.max_length, head.layout.width
         self.size = head.hidden_size
-        self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
+        self.slots = HeadSlots(
+            KeptShape.of_layers(head.config), limits, device=device, dtype=dtype, blocks=blocks
+        )
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
         self.commit, self.graphs = (
