@@ -442,10 +442,6 @@ class LLM(Homebound):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def after_steps(self, call: Callable[[], None]) -> None:
-        """Call this behind each step, from the thread that reports; never with another engine."""
-        self._runner.after_steps(call)
-
     def submit(
         self,
         prompts: Sequence[Prompt],

@@ -12,7 +12,6 @@ import gc
 import itertools
 import logging
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -58,8 +57,7 @@ logger = logging.getLogger(__name__)
 _PROGRAM = "from guided_spec.engine.process import serve; serve()"
 _STOP_SECONDS = 30.0  # to end by itself, once nobody needs it
 _TURN_SECONDS = 0.001
-_AT_ONCE = 2**16  # bytes that a pipe takes without a wait, where it takes any
-_FEW = 64
+_FEW = 64  # requests of which the ended ones may stay a while
 _LOAD_SECONDS = 0.1  # between two looks at how busy the engine is
 _LOGGER = "guided_spec"
 
@@ -376,120 +374,48 @@ def serve() -> None:
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:
         start = connection.recv()
-        outgoing = Outgoing(connection)
+        outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)
-        logger.addHandler(QueueHandler(outgoing.queue))
+        logger.addHandler(QueueHandler(outgoing))
         logger.propagate = False
         worker = threading.Thread(target=_work, args=(start, connection, outgoing))
         worker.start()
         with contextlib.suppress(OSError):  # the parent has gone: the worker sees it too
-            outgoing.send_all()
+            _send_all(connection, outgoing)
         worker.join()
 
 
-class _Pickled(NamedTuple):
-    """A step's chunks, on their way in the queue."""
-
-    data: memoryview[int]
-
-
-class Outgoing:
-    """Messages to the parent: a thread sends what is in the queue, the engine's its chunks itself.
-
-    A thread that is woken by a chunk takes the interpreter from the engine, several times in a
-    step. So the engine's thread sends the chunks of a step together, unless the pipe is full: then
-    they go through the queue, as those of any other thread do.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._connection = connection
-        self._room = select.poll()
-        self._room.register(connection.fileno(), select.POLLOUT)
-        self._lock = threading.Lock()  # held by the thread that sends
-        self._engine: int | None = None  # its thread
-        self._step: list[_Reported] = []
-        self._num_queued = 0  # steps that went into the queue
-        self._num_left = 0  # and out of it
-
-    def report(self, number: int, chunk: Chunk) -> None:
-        """Send a chunk, without long parts that the other side knows."""
-        completion = chunk.completion
-        if completion is not None:
-            completion = completion._replace(grammar=None)
-        small = chunk._replace(grammar=None, completion=completion, answer="")
-        reported = _Reported(number, small, len(chunk.answer))
-        if threading.get_ident() == self._engine:
-            self._step.append(reported)
-        else:
-            self.queue.put(reported)
-
-    def end_step(self) -> None:
-        """Send the chunks of the step that has ended. Called from the engine's thread alone."""
-        step, self._step = self._step, []
-        is_first, self._engine = self._engine is None, threading.get_ident()
-        if not step and not is_first:
+def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Up to None. What has come meanwhile is sent together."""
+    while True:
+        messages = [outgoing.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(outgoing.get_nowait())
+        connection.send([message for message in messages if message is not None])
+        if None in messages:
             return
-        data = ForkingPickler.dumps(step)
-        # The chunks of the first step are in the queue.
-        if not is_first and self._num_queued == self._num_left and self._sends(data):
-            return
-        self._num_queued += 1
-        self.queue.put(_Pickled(data))
-
-    def _sends(self, data: memoryview[int]) -> bool:
-        """Whether that could be done without a wait."""
-        if len(data) > _AT_ONCE or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            has_room = bool(self._room.poll(0))
-            if has_room:
-                with contextlib.suppress(OSError):  # the parent has gone
-                    self._connection.send_bytes(data)
-            return has_room
-        finally:
-            self._lock.release()
-
-    def send_all(self) -> None:
-        """Up to None. What has come meanwhile is sent together."""
-        messages = list[Any]()
-        while None not in messages:
-            messages = [self.queue.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    messages.append(self.queue.get_nowait())
-            for is_step, some in itertools.groupby(messages, lambda one: isinstance(one, _Pickled)):
-                self._send(list(some), is_step=is_step)
-
-    def _send(self, messages: list[Any], *, is_step: bool) -> None:
-        with self._lock:
-            if not is_step:
-                self._connection.send([one for one in messages if one is not None])
-            for step in messages if is_step else ():
-                self._connection.send_bytes(step.data)
-                self._num_left += 1
 
 
-def _work(start: _Start, connection: Connection, outgoing: Outgoing) -> None:
+def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
     """Load the model and serve requests."""
     try:
         with LLM(**start.arguments) as llm, frozen_heap(), short_turns():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
-            outgoing.queue.put(_Ready(*known, repr(llm)))
-            llm.after_steps(outgoing.end_step)
+            outgoing.put(_Ready(*known, repr(llm)))
             with contextlib.suppress(EOFError, OSError):
                 _serve(llm, connection, outgoing)
     except GuidedSpecError as error:
-        outgoing.queue.put(_Failed(0, error))
+        outgoing.put(_Failed(0, error))
     except Exception as error:
         traceback.print_exc()
-        outgoing.queue.put(_Failed(0, ModelError(f"the model cannot be loaded: {error!r}")))
+        outgoing.put(_Failed(0, ModelError(f"the model cannot be loaded: {error!r}")))
     finally:
-        outgoing.queue.put(None)
+        outgoing.put(None)
 
 
-def _serve(llm: LLM, connection: Connection, outgoing: Outgoing) -> None:
+def _serve(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
     """Serve requests until None arrives or the parent ends."""
     is_over, samples, most = threading.Event(), dict[int, list[Request | None]](), _FEW
     reporter = threading.Thread(target=_report_load, args=(llm, outgoing, is_over), daemon=True)
@@ -506,13 +432,13 @@ def _serve(llm: LLM, connection: Connection, outgoing: Outgoing) -> None:
                     number: left for number, left in samples.items() if any(map(_runs, left))
                 }
                 most = 2 * len(samples) + _FEW
-            report = partial(outgoing.report, message.number)
+            report = partial(_report, outgoing, message.number)
             try:
                 _, prompts, params, manner, words = message
                 asked = llm.submit(prompts, params, report, manner, words)
                 samples[message.number] = asked
             except GuidedSpecError as error:
-                outgoing.queue.put(_Failed(message.number, error))
+                outgoing.put(_Failed(message.number, error))
     finally:
         is_over.set()
         reporter.join()
@@ -522,13 +448,22 @@ def _runs(sample: Request | None) -> bool:
     return sample is not None and sample.state is not State.FINISHED
 
 
-def _report_load(llm: LLM, outgoing: Outgoing, is_over: threading.Event) -> None:
+def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None:
+    """Send a chunk from the engine's thread, without long parts that the other side knows."""
+    completion = chunk.completion
+    if completion is not None:
+        completion = completion._replace(grammar=None)
+    small = chunk._replace(grammar=None, completion=completion, answer="")
+    outgoing.put(_Reported(number, small, len(chunk.answer)))
+
+
+def _report_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:
     """Send the load whenever it has changed."""
     last = llm.load
     while not is_over.wait(_LOAD_SECONDS):
         load = llm.load
         if load != last:
-            outgoing.queue.put(load)
+            outgoing.put(load)
             last = load
 
 

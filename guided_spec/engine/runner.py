@@ -87,9 +87,6 @@ class Runner(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they report through their own callbacks. Raises after ``close``."""
 
-    def after_steps(self, call: Callable[[], None]) -> None:
-        """Call this from the thread of the reports, behind each step; or never."""
-
     def close(self) -> None:
         """Cancel what runs and end. May be called more than once."""
 
@@ -125,7 +122,6 @@ class EngineWorker:
         self._incoming: deque[Request] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
-        self._after_step: Callable[[], None] = lambda: None
         self._ended: Load | None = None  # the last load, once there is no engine
         self._built: Future[Setup] = Future()
         self._thread = threading.Thread(
@@ -144,10 +140,6 @@ class EngineWorker:
                 raise GuidedSpecError("this LLM is closed; make a new one")
             self._incoming.extend(requests)
             self._wake.notify()
-
-    def after_steps(self, call: Callable[[], None]) -> None:
-        """Call this from the thread of the reports, behind each step."""
-        self._after_step = call
 
     @property
     def load(self) -> Load:
@@ -177,9 +169,7 @@ class EngineWorker:
                 engine.step()
             except Exception as error:  # a bug of ours: nobody may wait for ever
                 engine.fail(engine, error)
-            self._after_step()
         engine.cancel_all()
-        self._after_step()
         with self._wake:  # the keys and values of texts go with the engine
             self._ended = engine.load
             del setup.engine

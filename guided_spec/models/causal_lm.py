@@ -197,7 +197,7 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
 def stock_lm(model: PreTrainedModel, num_slots: int, max_length: int) -> SlotLM | TextLM:
     """Keep texts with a model's stock modules: over slots, or one text at a time.
 
-    Raises ModelError, with the reason against slots, where it can do neither.
+    Raises ModelError, with the reasons against both, where it can do neither.
     """
     try:
         return SlotLM(model, num_slots, max_length)
@@ -206,8 +206,8 @@ def stock_lm(model: PreTrainedModel, num_slots: int, max_length: int) -> SlotLM 
             raise
         try:
             return TextLM(model, num_slots, max_length, str(error))
-        except ModelError:
-            raise error from None
+        except ModelError as alone:
+            raise ModelError(f"{error}; one text at a time: {alone}") from None
 
 
 def largest_context(text_config: Any) -> int | None:

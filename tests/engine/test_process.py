@@ -7,27 +7,24 @@ import gc
 import logging
 import os
 import pickle
-import random
+import queue
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from guided_spec.engine import process as processes
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.process import EngineProcess, Outgoing
+from guided_spec.engine.process import EngineProcess
 from guided_spec.errors import ConfigError, ModelError, OtherProcessError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.trace.record import Trace
@@ -195,53 +192,7 @@ class OneQuestion:
 @pytest.mark.slow
 def test_no_pause_comes_of_what_is_loaded() -> None:
     parent: Any = OneQuestion()
-    ours, _theirs = Pipe()
-    processes._work(processes._Start(OPTIONS, logging.INFO), parent, Outgoing(ours))
+    outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    processes._work(processes._Start(OPTIONS, logging.INFO), parent, outgoing)
     assert parent.num_frozen > 100_000  # all that torch and transformers have
     assert gc.get_freeze_count() == 0
-
-
-def test_the_chunks_of_a_step_are_one_message() -> None:
-    ours, theirs = Pipe()
-    outgoing = Outgoing(ours)
-    outgoing.report(0, Chunk(0, 0, "before it is known which thread steps"))
-    outgoing.end_step()
-    outgoing.queue.put(None)
-    outgoing.send_all()
-    first = theirs.recv()
-    assert [one.chunk.text for one in first] == ["before it is known which thread steps"]
-    assert theirs.recv() == []
-    assert theirs.recv() == []
-    for number in range(3):
-        outgoing.report(number, Chunk(0, 0, "abc", answer="abc" * number))
-    assert not theirs.poll()
-    outgoing.end_step()  # no other thread sends now
-    sent = theirs.recv()
-    assert [(one.number, one.chunk.text, one.answer_length) for one in sent] == [
-        (0, "abc", 0), (1, "abc", 3), (2, "abc", 6),
-    ]  # fmt: skip
-    outgoing.end_step()
-    assert not theirs.poll()
-
-
-@given(st.lists(st.lists(st.integers(0, 40_000), max_size=4), max_size=40), st.integers(0, 99))
-def test_chunks_keep_their_order_where_the_pipe_is_full(steps: list[list[int]], seed: int) -> None:
-    dice = random.Random(seed)
-    ours, theirs = Pipe()
-    outgoing = Outgoing(ours)
-    sender = threading.Thread(target=outgoing.send_all)
-    sender.start()
-    found, number = list[int](), 0
-    for sizes in steps:
-        for size in sizes:
-            outgoing.report(number, Chunk(0, 0, "x" * size))
-            number += 1
-        outgoing.end_step()
-        while dice.random() < 0.3 and theirs.poll():
-            found += [one.number for one in theirs.recv()]
-    outgoing.queue.put(None)
-    while sender.is_alive() or theirs.poll():
-        if theirs.poll(0.01):
-            found += [one.number for one in theirs.recv()]
-    sender.join()
-    assert found == list(range(number))

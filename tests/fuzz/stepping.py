@@ -56,9 +56,6 @@ class SteppedRunner:
         for request in requests:
             self.engine.add(request)
 
-    def after_steps(self, call: Callable[[], None]) -> None:
-        """Never: whoever calls ``step`` knows."""
-
     def step(self) -> None:
         """One round, behind all grammars: how long one compiles would be chance."""
         wait([request.job.grammar for request in self.engine if request.job.grammar is not None])

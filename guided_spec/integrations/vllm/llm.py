@@ -164,9 +164,6 @@ class VllmRunner:
                 raise GuidedSpecError("this LLM is closed; make a new one")
             self._loop.call_soon_threadsafe(self._begin, requests)
 
-    def after_steps(self, call: Callable[[], None]) -> None:
-        """Never: vLLM does not tell where its steps end."""
-
     def close(self) -> None:
         """Cancel what runs and end vLLM's processes."""
         with self._lock:
