@@ -18,8 +18,8 @@ BUDGETS = {
     "grammar": 20_740,  # 475 more: names of keys, several readings, joins, scans, both cases
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
-    "models": 10_950,  # 380 more: any model that continues with its own cache
-    "ops": 7_570,  # 50 more: the kernels of draft choices, compiled ahead
+    "models": 11_215,  # 265 more: latent attention, experts in groups, DeepSeek's MTP
+    "ops": 8_240,  # 670 more: latent attention and experts in groups, and their kernels
     "proposers": 3_250,
     "server": 4_675,  # 15 more: what a template does not read is in the log
     "trace": 790,  # 30 more: axes with numbers

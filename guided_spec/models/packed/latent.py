@@ -55,12 +55,10 @@ class PackedLatentLayer:
             reads_pairs=is_complex or attention.config.rope_interleave,
             writes_pairs=is_complex,
         )
-        heads = self._sizes[0] + attention.v_head_dim
         expand = _whole(attention.kv_b_proj, norm.weight.dtype)
         # [Hq, D, C] each: what makes keys, and values, of a latent.
-        self._expand = expand.unflatten(0, (-1, heads)).split(
-            [self._sizes[0], attention.v_head_dim], 1
-        )
+        sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
+        self._expand = expand.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
         self._output = attention.o_proj
         self._scale: float = attention.scaling
         self.kept = KeptShape(1, attention.kv_lora_rank, attention.qk_rope_head_dim)
