@@ -20,6 +20,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -35,10 +36,16 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
+from guided_spec.grammar.backends.large_objects import (
+    LARGE,
+    holds_large_object,
+    large_object_rules,
+)
 from guided_spec.grammar.backends.llguidance_schema import (
     MOST_ITEMS,
     narrower_scalars,
     prepare_for_llguidance,
+    require_few_items,
 )
 from guided_spec.grammar.backends.tag import prepare_tag, with_tokens
 from guided_spec.grammar.backends.tag_lark import tag_lark
@@ -190,6 +197,13 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         self, document: SpecDocument, prepared: dict[str, Any]
     ) -> LLGuidanceGrammar:
         spec = document.spec
+        if spec.is_json and holds_large_object(prepared):
+            with suppress(GrammarCompileError):
+                grammar = self._grammar(_with_large_objects(prepared, spec))
+                _require_compiled(spec, grammar)
+                return grammar
+        if spec.is_json:
+            require_few_items(prepared)
         main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
         is_free = spec.any_whitespace
         style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
@@ -395,9 +409,9 @@ class LLGuidanceTexts(NamedTuple):
 class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
-    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
-    pattern: of a regex or a choice, as ``to_fullmatch`` writes it. tag: the structural tag, if it
-    is one.
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order; what is
+    narrower in large objects. pattern: of a regex or a choice, as ``to_fullmatch`` writes it. tag:
+    the structural tag, if it is one.
     """
 
     source: LLGuidanceSource
@@ -499,6 +513,20 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
             fix = "use the backend xgrammar, which compiles it"
             raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
     return _OPTIONS + text
+
+
+def _with_large_objects(prepared: dict[str, Any], spec: GrammarSpec) -> LLGuidanceTexts:
+    """The rules of a schema that holds large objects. Raises GrammarCompileError without any."""
+    texts: list[str] = []
+    notes: tuple[Unenforced, ...] = ()
+    for option in (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,):
+        rules = large_object_rules(prepared, option)
+        if rules is None:
+            raise GrammarCompileError("its large objects cannot be written as rules")
+        require_few_items(prepared, LARGE if rules.is_whole else None)
+        texts.append("\n".join([f"{_OPTIONS}start: {rules.top}", *rules.lines]))
+        notes = rules.notes
+    return LLGuidanceTexts(texts[0], texts[1] if len(texts) > 1 else None, notes)
 
 
 def _pattern_of(document: SpecDocument) -> str | None:
