@@ -54,9 +54,9 @@ from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, narrowing
 from guided_spec.grammar.schema.prepare import lower_checked
-from guided_spec.grammar.schema.sharing import share_joined
+from guided_spec.grammar.schema.sharing import ALTERNATIVES, share_joined
 from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
@@ -119,21 +119,30 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         spec = document.spec
         if spec.kind == "structural_tag":
             return self._compile_tag(document)
-        prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
-        try:
-            grammar = self._compile_in_order(document, prepared)
-        except UnsupportedSchemaError:
-            shared = share_joined(document.lowered.schema) if spec.is_json else None
-            if shared is None:
-                raise
-            prepared = prepare_for_llguidance(document.lowered._replace(schema=shared))
-            grammar = self._compile_in_order(document, prepared)
+        if not spec.is_json:
+            return self._compile_in_order(document, {})
+        prepared, grammar = self._compile_json(document)
         if spec.key_order == "any":
             grammar = self._in_any_order(spec, prepared, grammar)
-        if not spec.is_json:
-            return grammar
         items = item_rules(document.lowered.schema)
         return with_unique_keys(grammar, prepared, self.vocabulary, items)
+
+    def _compile_json(self, document: SpecDocument) -> _Compiled:
+        """In the first form of the schema that llguidance takes."""
+        lowered = document.lowered
+        try:
+            return self._compile_prepared(document, lowered)
+        except UnsupportedSchemaError:
+            for alternatives in () if lowered.errors else ALTERNATIVES:
+                shared = share_joined(lowered.schema, alternatives)
+                if shared is not None:
+                    with suppress(UnsupportedSchemaError):
+                        return self._compile_prepared(document, lowered._replace(schema=shared))
+            raise
+
+    def _compile_prepared(self, document: SpecDocument, lowered: Lowered) -> _Compiled:
+        prepared = prepare_for_llguidance(lowered)
+        return _Compiled(prepared, self._compile_in_order(document, prepared))
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
@@ -216,6 +225,13 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
                 raise UnsupportedSchemaError(describe(lost)) from error
             raise
         return grammar
+
+
+class _Compiled(NamedTuple):
+    """A grammar and the schema that it was made from."""
+
+    prepared: dict[str, Any]
+    grammar: LLGuidanceGrammar
 
 
 class _Tokens(NamedTuple):
