@@ -24,7 +24,7 @@ from guided_spec.grammar.backends.json_rules import (
     key_literal,
     other_pairs,
 )
-from guided_spec.grammar.backends.large_objects import LargeObjects, holds_large_object
+from guided_spec.grammar.backends.ordered_objects import OrderedObjects, holds_ordered_object
 from guided_spec.grammar.schema.lowered import Unenforced, escape
 
 _MOST_KEYS = 63  # of 64 bits; one more marks further keys
@@ -47,7 +47,7 @@ def any_order_grammar(prepared: dict[str, Any], options: dict[str, Any]) -> AnyO
     """
     spelling = FIXED
     if options["whitespace_flexible"]:
-        spelling = SPACED if holds_large_object(prepared) else IGNORED
+        spelling = SPACED if holds_ordered_object(prepared) else IGNORED
     writer = Writer(prepared, _Objects(), spelling, options)
     try:
         top = writer.rule(writer.parts.root, "")
@@ -64,7 +64,7 @@ class _Objects:
     """Writes object rules. Their parameter holds a bit for each listed key, required ones first."""
 
     def __init__(self) -> None:
-        self._large = LargeObjects()
+        self._in_order = OrderedObjects()
 
     def wants(self, node: Mapping[str, Any]) -> bool:
         """Whether there are keys to be listed."""
@@ -73,18 +73,21 @@ class _Objects:
 
     def write(self, writer: Writer, node: dict[str, Any], pointer: str) -> str | None:
         """What matches the objects of ``node``, which has keywords of objects only; None: none."""
-        if self._large.wants(node):
-            writer.note_order(pointer, f"an object lists more than {_MOST_KEYS} keys")
-            return self._large.write(writer, node, pointer)
         required = dict.fromkeys(node.get("required", ()))
-        is_open = bool(node.get("patternProperties")) or node.get("additionalProperties", True)
+        is_open = bool(node.get("patternProperties"))
+        is_open = is_open or node.get("additionalProperties", True) is not False
         declared = declared_keys(node)
-        if len(declared) > _MOST_KEYS:
-            reason = f"an object lists more than {_MOST_KEYS} keys"
-            return writer.keep_order(node, pointer, reason)
         low = max(int(node.get("minProperties", 0)), len(required))
-        if "maxProperties" in node or (is_open is not False and low > max(1, len(required))):
-            return writer.keep_order(node, pointer, "keys are counted")
+        reason = ""
+        if "maxProperties" in node or (is_open and low > max(1, len(required))):
+            reason = "keys are counted"
+        elif len(declared) > _MOST_KEYS:
+            reason = f"an object lists more than {_MOST_KEYS} keys"
+        if reason and self._in_order.wants(node):
+            writer.note_order(pointer, reason)
+            return self._in_order.write(writer, node, pointer)
+        if reason:
+            return writer.keep_order(node, pointer, reason)
         pairs: list[Pair] = []
         for name in sorted(declared, key=lambda name: name not in required):
             value = writer.rule(declared[name], f"{pointer}/properties/{escape(name)}")

@@ -76,14 +76,15 @@ class ObjectRules(Protocol):
 class Parts:
     """The schemas of one document, whose references all name one of its definitions.
 
-    root: without ``$defs``. definitions: by their reference.
+    root: without ``$defs``. by_name: its definitions. definitions: these by their reference.
     """
 
     def __init__(self, schema: dict[str, Any], objects: ObjectRules) -> None:
+        self.by_name: dict[str, Any] = schema.get("$defs", {})
         self._wants = objects.wants
         self.root: Any = {key: value for key, value in schema.items() if key != "$defs"}
         self.definitions: dict[str, Any] = {
-            _PREFIX + escape(name): part for name, part in schema.get("$defs", {}).items()
+            _PREFIX + escape(name): part for name, part in self.by_name.items()
         }
         self.definitions["#"] = self.root
         self._ruled: set[str] = set()

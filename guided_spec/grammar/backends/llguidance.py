@@ -36,16 +36,16 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
-from guided_spec.grammar.backends.large_objects import (
-    LARGE,
-    holds_large_object,
-    large_object_rules,
-)
 from guided_spec.grammar.backends.llguidance_schema import (
     MOST_ITEMS,
     narrower_scalars,
     prepare_for_llguidance,
     require_few_items,
+)
+from guided_spec.grammar.backends.ordered_objects import (
+    LARGE,
+    holds_ordered_object,
+    ordered_object_rules,
 )
 from guided_spec.grammar.backends.tag import prepare_tag, with_tokens
 from guided_spec.grammar.backends.tag_lark import tag_lark
@@ -206,9 +206,9 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         self, document: SpecDocument, prepared: dict[str, Any]
     ) -> LLGuidanceGrammar:
         spec = document.spec
-        if spec.is_json and holds_large_object(prepared):
+        if spec.is_json and holds_ordered_object(prepared):
             with suppress(GrammarCompileError):
-                grammar = self._grammar(_with_large_objects(prepared, spec))
+                grammar = self._grammar(_with_ordered_objects(prepared, spec))
                 _require_compiled(spec, grammar)
                 return grammar
         if spec.is_json:
@@ -531,12 +531,12 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
     return _OPTIONS + text
 
 
-def _with_large_objects(prepared: dict[str, Any], spec: GrammarSpec) -> LLGuidanceTexts:
+def _with_ordered_objects(prepared: dict[str, Any], spec: GrammarSpec) -> LLGuidanceTexts:
     """The rules of a schema that holds large objects. Raises GrammarCompileError without any."""
     texts: list[str] = []
     notes: tuple[Unenforced, ...] = ()
     for option in (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,):
-        rules = large_object_rules(prepared, option)
+        rules = ordered_object_rules(prepared, option)
         if rules is None:
             raise GrammarCompileError("its large objects cannot be written as rules")
         require_few_items(prepared, LARGE if rules.is_whole else None)

@@ -75,7 +75,8 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
 def require_few_items(prepared: dict[str, Any], most_keys: int | None = None) -> None:
     """Raise UnsupportedSchemaError where a row of llguidance's parser would get too many items.
 
-    most_keys: of one object; those of larger ones are not llguidance's to write. None: all are.
+    most_keys: of one object; those of larger ones are not llguidance's to write, nor is what counts
+    keys. None: all are.
     """
     if most_keys is None:
         _require_few_keys(prepared)
@@ -84,6 +85,9 @@ def require_few_items(prepared: dict[str, Any], most_keys: int | None = None) ->
 
 def _require_few_keys(prepared: dict[str, Any]) -> None:
     for part in every_part(prepared):
+        words = part if isinstance(part, dict) else {}
+        if words.get("minProperties", 0) > max(1, len(words.get("required", ()))):
+            raise _refusal("", "minProperties", "keys may repeat; list them under required")
         names = part.get("properties", ()) if isinstance(part, dict) else ()
         optional = len(names) - len(part.get("required", ())) if names else 0
         if optional > _MOST_OPTIONAL:
@@ -127,7 +131,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         return schema
     spend(_OF_SCHEMA + len(schema))
     schema = _with_exact_bounds(schema)
-    _check(schema, pointer)
+    _check_numbers(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
     kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
     if "patternProperties" in schema:
@@ -259,12 +263,6 @@ def _widest(schema: dict[str, Any]) -> list[str]:
     """Its bounds beyond the numbers that are exact."""
     above = [name for name in _UPPER if schema.get(name, 0) > _LARGEST]
     return above + [name for name in _LOWER if schema.get(name, 0) < -_LARGEST]
-
-
-def _check(schema: dict[str, Any], pointer: str) -> None:
-    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
-        raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
-    _check_numbers(schema, pointer)
 
 
 def _check_numbers(schema: dict[str, Any], pointer: str) -> None:

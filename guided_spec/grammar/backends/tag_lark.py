@@ -17,8 +17,13 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, TypeAlias
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.large_objects import LARGE, Rules, large_object_rules
 from guided_spec.grammar.backends.llguidance_schema import require_few_items
+from guided_spec.grammar.backends.ordered_objects import (
+    LARGE,
+    OrderedObjects,
+    Rules,
+    ordered_object_rules,
+)
 from guided_spec.grammar.characters import ANY_CHARACTER, Ranges, code_points, intersect, normalize
 from guided_spec.grammar.regex import RE_PARSER, readable
 from guided_spec.grammar.steps import spend
@@ -533,12 +538,12 @@ class _Writer:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
-        self._large: dict[Json, Rules | None] = {}
+        self._ordered: dict[Json, Rules | None] = {}
 
     def write(self, root: Part) -> str:
         start = self._rule(root)
         lines = [f"{name}: {text}" for text, name in self._names.items()]
-        for rules in self._large.values():
+        for rules in self._ordered.values():
             lines += rules.lines if rules is not None else ()
         return "\n".join([f"start: {start}", *lines])
 
@@ -564,9 +569,12 @@ class _Writer:
 
     def _json(self, part: Json) -> str:
         schema, options = json.loads(part.source), json.loads(part.options)
-        if part not in self._large:
-            self._large[part] = large_object_rules(schema, options, f"large{len(self._large)}_")
-        rules = self._large[part]
+        if part not in self._ordered:
+            prefix = f"objects{len(self._ordered)}_"
+            self._ordered[part] = ordered_object_rules(
+                schema, options, prefix, OrderedObjects(repeats=True)
+            )
+        rules = self._ordered[part]
         require_few_items(schema, LARGE if rules is not None and rules.is_whole else None)
         if rules is None:
             return self._named(f"%json {json.dumps({**schema, 'x-guidance': options})}", "json")

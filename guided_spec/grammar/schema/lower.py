@@ -161,6 +161,11 @@ def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> 
     if high != math.inf:
         inside = at.inside()
         other = lowering.exclude(words["contains"], words.get("items", True), "contains", inside)
+    before: Any = True if high == math.inf else other
+    if low == 1 and high == math.inf and lowering.has_unique_items:
+        # Whichever is the first that is asked for: behind an equal one it could not come.
+        apart = lowering.complement(words["contains"], at.inside("contains"))
+        before = True if apart is None else apart
     exact = low == high == 0 or wanted is True
     if not exact:
         reason = f"the items asked for stand together, behind {_PLACES - 1} others at most"
@@ -168,8 +173,8 @@ def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> 
     counts = [low] if high == math.inf else sorted({low, int(min(high, low + _PLACES))})
     options: list[Any] = [{"type": sorted(at.types - {"array"})}] if at.types - {"array"} else []
     spend(_PLACES * sum(counts))
-    for count, before in itertools.product(counts, range(_PLACES)):
-        first = [True if high == math.inf else other] * before + [wanted] * count
+    for count, place in itertools.product(counts, range(_PLACES)):
+        first = [before] * place + [wanted] * count
         option: dict[str, Any] = {"type": "array", "minItems": len(first)}
         options.append(
             option
@@ -239,7 +244,11 @@ def _counts(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
         return []
     if high < len(required):
         return [_none_of("object", at)]
-    if not optional or "patternProperties" in words:
+    has_patterns = "patternProperties" in words
+    is_closed = words.get("additionalProperties", True) is False and not has_patterns
+    if is_closed and low > len({*listed, *required}):
+        return [_none_of("object", at)]
+    if not optional or has_patterns or not _are_few(optional, low, high, required):
         counts = {"minProperties": low} if low > len(required) else {}
         return [counts | ({"maxProperties": int(high)} if high < math.inf else {})]
     parts: list[Any] = []
@@ -251,16 +260,18 @@ def _counts(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
     return parts
 
 
+def _are_few(optional: list[str], low: int, high: float, required: list[str]) -> bool:
+    """Whether the choices of keys that make up the counts are written one by one."""
+    least, most = max(low - len(required), 0), high - len(required)
+    ways = [math.comb(len(optional), int(count)) for count in (least, most) if count < math.inf]
+    return least <= len(optional) and max(ways) <= _MOST_SUBSETS
+
+
 def _at_least(
     lowering: Lowering, words: dict[str, Any], optional: list[str], more: int, at: At
 ) -> list[Any]:
-    closed = words.get("additionalProperties", True) is False
-    if more > len(optional) and closed:
-        return [_none_of("object", at)]
-    if not 0 < math.comb(len(optional), more) <= _MOST_SUBSETS:
-        return _too_many(lowering, "minProperties", at)
     spend(math.comb(len(optional), more) * more)
-    if not closed:
+    if words.get("additionalProperties", True) is not False:
         reason = "the keys that are counted are those listed"
         lowering.report.note(at.pointer, "minProperties", reason, "list them under required")
     chosen = itertools.combinations(optional, more)
@@ -282,8 +293,6 @@ def _at_most(
         lowering.report.note(at.pointer, "maxProperties", reason, "list the keys")
         parts.append({"properties": dict.fromkeys(known, True), "additionalProperties": False})
     if most < len(optional):
-        if math.comb(len(optional), most) > _MOST_SUBSETS:
-            return _too_many(lowering, "maxProperties", at)
         spend(math.comb(len(optional), most) * len(optional))
         options = [
             {"properties": {name: False for name in optional if name not in kept}}
@@ -291,12 +300,6 @@ def _at_most(
         ]
         parts.append(any_of(options))
     return parts
-
-
-def _too_many(lowering: Lowering, keyword: str, at: At) -> list[Any]:
-    reason = "there are too many ways to choose the keys"
-    lowering.report.error(at.pointer, keyword, reason, "list what belongs together, with anyOf")
-    return []
 
 
 def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:

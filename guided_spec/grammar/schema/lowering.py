@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import outside
+from guided_spec.grammar.schema.dialect import objects
 from guided_spec.grammar.schema.document import Document, Target
 from guided_spec.grammar.schema.joining import any_of, holds, join_all
 from guided_spec.grammar.schema.key_patterns import overlapping, pattern_of, split_patterns
@@ -107,6 +108,7 @@ class Lowering:
         self._names: dict[str, str] = {}
         self._definitions: dict[str, Any] = {}
         defs = root.get("$defs") if isinstance(root, dict) else None
+        self.has_unique_items = _has_unique_items(root)
         self._reserved = set(defs) if isinstance(defs, dict) else set()
 
     def run(self) -> Lowered:
@@ -210,7 +212,7 @@ class Lowering:
         names = self.dereference(words["propertyNames"])
         if isinstance(names, dict) and names:
             names = self.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
-        return pattern_of(names) if isinstance(names, dict) and names else None
+        return pattern_of(names, self._definitions) if isinstance(names, dict) and names else None
 
     def split_keys(self, words: dict[str, Any], at: At) -> dict[str, Any] | None:
         """The keywords with patterns of which no two match the same key, all within the names.
@@ -263,6 +265,11 @@ class Lowering:
             self.report.note(at.pointer, "format", reason, fix)
         return plain
 
+    def complement(self, node: Any, at: At) -> Any:
+        """A schema for exactly the values of ``at.types`` that ``node`` does not admit, or None."""
+        found = _negate(self, node, at)
+        return any_of(found.schemas) if found.exact else None
+
     def exclude(
         self, node: Any, beside: Any, keyword: str, at: At, shared: frozenset[str] = ALL_TYPES
     ) -> Any:
@@ -284,6 +291,10 @@ class Lowering:
             reason = "more is excluded than it asks for"
             self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
         return any_of(schemas)
+
+
+def _has_unique_items(root: Any) -> bool:
+    return any(one.get("uniqueItems") is True for one in objects(root))
 
 
 def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:

@@ -222,10 +222,6 @@ def test_draft_4(schema: dict[str, Any], valid: list[Any], invalid: list[Any]) -
         ),
         ({"if": {"pattern": "(?m)a|b"}, "else": {"type": "null"}, "type": "string"}, "if"),
         ({"propertyNames": {"pattern": "(?<=a)b", "minLength": 2}}, "propertyNames"),
-        (
-            {"properties": {name: {} for name in "abcdefghijklmnop"}, "minProperties": 8},
-            "minProperties",
-        ),
     ],
     ids=str,
 )

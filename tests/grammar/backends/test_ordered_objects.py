@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import combinations
 from typing import Any
 
 import jsonschema
@@ -18,9 +19,9 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
-from guided_spec.grammar.backends.large_objects import LARGE, LargeObjects, large_object_rules
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
+from guided_spec.grammar.backends.ordered_objects import LARGE, OrderedObjects, ordered_object_rules
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.prepare import lower_checked
 from guided_spec.grammar.spec import GrammarSpec
@@ -56,11 +57,13 @@ NAMES = [
 ]
 
 
-def with_rules(schema: Any, most_optional: int, most_together: int) -> CompiledGrammar | None:
+def with_rules(
+    schema: Any, most_optional: int, most_together: int, *, prepare: bool = True
+) -> CompiledGrammar | None:
     """The grammar of a schema in which few keys make an object large; None without any such."""
-    prepared = prepare_for_llguidance(lower_checked(schema, "schema"))
-    objects = LargeObjects(most_optional, most_together)
-    rules = large_object_rules(prepared, FIXED, objects=objects)
+    prepared = prepare_for_llguidance(lower_checked(schema, "schema")) if prepare else schema
+    objects = OrderedObjects(most_optional, most_together)
+    rules = ordered_object_rules(prepared, FIXED, objects=objects)
     if rules is None:
         return None
     text = "\n".join(['%llguidance {"no_forcing": true}', f"start: {rules.top}", *rules.lines])
@@ -173,6 +176,132 @@ def test_thousands_of_optional_keys_compile(key_order: Any, *, any_whitespace: b
         assert written is None or jsonschema.Draft202012Validator(schema).is_valid(
             json.loads(written)
         )
+
+
+def has_counts(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.sampled_from("abcd"), unique=True),
+    st.lists(st.sampled_from("abc"), max_size=2, unique=True),
+    st.integers(0, 4),
+    st.none() | st.integers(0, 4),
+    st.sampled_from([False, INTEGER]),
+    st.sampled_from([{}, {"^[xy][a-z]*$": INTEGER}, {"^[xy]$": INTEGER}]),
+)
+def test_keys_are_counted(  # noqa: PLR0913 - the parts of a schema
+    names: list[str],
+    required: list[str],
+    low: int,
+    high: int | None,
+    extra: Any,
+    patterns: dict[str, Any],
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(names, INTEGER),
+        "required": required,
+        "minProperties": low,
+        "additionalProperties": extra,
+        **({} if high is None else {"maxProperties": high}),
+        **({"patternProperties": patterns} if patterns else {}),
+    }
+    listed = [*names, *(name for name in required if name not in names)]
+    grammar = with_rules(schema, 99, 1, prepare=False)
+    if grammar is None:
+        return
+    further = [[], ["x"], ["x", "y"], ["z", "xx", "y"], ["y", "x", "z", "w"]]
+    for found in (combo for size in range(5) for combo in combinations(listed, size)):
+        for more in further:
+            value = dict.fromkeys([*found, *more], 1)
+            admitted = accepts(grammar, json.dumps(value))
+            assert not admitted or has_counts(schema, value), (schema, value)
+            if extra is not False or "^[xy][a-z]*$" in patterns or not more:
+                assert admitted == has_counts(schema, value), (schema, value)
+    for written in (walk(grammar, seed) for seed in range(3)):
+        assert not written.finished or has_counts(schema, json.loads(written.text))
+
+
+COUNTED: list[tuple[Any, list[Any], list[Any]]] = [
+    (
+        {"properties": dict.fromkeys("abcdefghijklmnopqrstuvwxy", INTEGER), "minProperties": 3}
+        | {"maxProperties": 5, "required": ["f"], "additionalProperties": False},
+        [{"a": 1, "f": 1, "y": 1}, {"f": 1, "v": 1, "w": 1, "x": 1, "y": 1}],
+        [{"f": 1, "a": 1}, {"a": 1, "b": 1, "c": 1}, dict.fromkeys("abcdef", 1), {}],
+    ),
+    (
+        {"properties": {"a": INTEGER, "b": INTEGER}, "patternProperties": {"^x": {"type": "null"}}}
+        | {"minProperties": 2, "maxProperties": 3},
+        [{"a": 1, "b": 1}, {"b": 1, "x": None}, {"x": None, "x1": None, "x2": None}],
+        [{"a": 1}, {"x": None}, {"a": 1, "b": 1, "x": None, "x1": None}, {"x": 1, "a": 1}],
+    ),
+    (
+        {"patternProperties": {"^[a-z]{2,}$": INTEGER}, "minProperties": 2}
+        | {"propertyNames": {"pattern": "^a", "maxLength": 9}},
+        [{"ab": 1, "abc": 1}, {"az": 1, "ay": 1, "ax": 1}],
+        [{"ab": 1}, {}, {"ab": 1, "bb": 1}],
+    ),
+    (
+        {"properties": dict.fromkeys("abc", INTEGER), "additionalProperties": INTEGER}
+        | {"minProperties": 4, "maxProperties": 4},
+        [{"a": 1, "b": 1, "c": 1, "d": 1}, dict.fromkeys("wxyz", 1)],
+        [dict.fromkeys("abc", 1), dict.fromkeys("abcde", 1)],
+    ),
+    (
+        {"anyOf": [{"type": "null"}, {"minProperties": 2, "maxProperties": 3}]}
+        | {"type": ["object", "null"], "additionalProperties": INTEGER},
+        [None, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}],
+        [{}, {"a": 1}, dict.fromkeys("abcd", 1), {"a": 1, "b": None}],
+    ),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("schema", "valid", "invalid"), COUNTED, ids=range(len(COUNTED)))
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+def test_counts_beside_what_else_an_object_says(
+    schema: Any, valid: list[Any], invalid: list[Any], key_order: Any
+) -> None:
+    schema = {"type": "object", **schema}
+    spec = GrammarSpec.json_schema({"type": "array", "items": schema}, key_order=key_order)
+    grammar = AutoBackend(BYTES).compile(spec)
+    assert all(accepts(grammar, json.dumps([value])) for value in valid)
+    assert not any(accepts(grammar, json.dumps([value])) for value in invalid)
+    for value in valid:
+        assert not value or not accepts(grammar, f"[{twice(value, next(iter(value)))}]")
+    for seed in range(4):
+        written = random_text(grammar, BYTES, seed)
+        assert written is None or all(has_counts(schema, one) for one in json.loads(written))
+
+
+@pytest.mark.parametrize("patterns", [{}, {"^x": INTEGER}])
+def test_keys_that_may_repeat_are_not_counted_in_tags(patterns: Any) -> None:
+    schema = {"type": "object", "patternProperties": patterns, "additionalProperties": INTEGER}
+    content = {"type": "json_schema", "json_schema": schema | {"minProperties": 3}}
+    tag = {"type": "structural_tag", "format": content}
+    for name in ("auto", "llguidance", "xgrammar"):
+        with pytest.raises(GrammarCompileError):
+            BackendChoice(name, BYTES).compile(GrammarSpec.structural_tag(tag))
+
+
+@pytest.mark.parametrize("name", ["auto", "xgrammar", "llguidance"])
+def test_many_counted_keys_that_are_listed(name: str) -> None:
+    names = [f"k{number}" for number in range(90)]
+    schema: Any = {"type": "object", "properties": dict.fromkeys(names, INTEGER)}
+    schema |= {"minProperties": 2, "maxProperties": 4, "additionalProperties": False}
+    grammar = BackendChoice(name, BYTES).compile(GrammarSpec.json_schema(schema))
+    dice = random.Random(0)
+    for size in range(7):
+        for _ in range(6):
+            value = {names[at]: 1 for at in sorted(dice.sample(range(90), size))}
+            assert accepts(grammar, json.dumps(value)) == has_counts(schema, value)
+    ends = [names[-2:], names[-3:], names[-1:], names[-5:]]
+    admitted = [accepts(grammar, json.dumps(dict.fromkeys(end, 1))) for end in ends]
+    assert admitted == [True, True, False, False]
+    for seed in range(4):
+        assert has_counts(schema, json.loads(walk(grammar, seed).text))
 
 
 def test_the_objects_whose_order_stays_are_named() -> None:
