@@ -51,7 +51,7 @@ def merge(one: Any, other: Any) -> Any:
             return False
     if merged.get("type") == "object" and "anyOf" in merged:
         merged["anyOf"] = [part for part in merged["anyOf"] if not _lacks_a_key(part)] or [False]
-    return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
+    return False if _lacks_a_part(merged) else merged
 
 
 def is_reference(schema: Any) -> bool:
@@ -112,6 +112,14 @@ def _lacks_a_key(schema: Any) -> bool:
         return schema is False
     properties = schema.get("properties", {})
     return any(properties.get(name) is False for name in schema.get("required", ()))
+
+
+def _lacks_a_part(schema: dict[str, Any]) -> bool:
+    """Whether a key or an item must be in its values and cannot."""
+    if schema.get("type") != "array":
+        return schema.get("type") == "object" and _lacks_a_key(schema)
+    low, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
+    return False in first[:low] or (low > len(first) and schema.get("items") is False)
 
 
 def conflict(one: Any, other: Any) -> str:
@@ -262,6 +270,9 @@ def _both(one: Any, other: Any) -> Any:
         return False
     if one is True or one == {} or text_of(one) == text_of(other):
         return other
+    has_types = isinstance(other, dict) and "type" in one and "type" in other
+    if has_types and not _common_types(one["type"], other["type"]):
+        return False
     return one if other is True or other == {} else {"allOf": [one, other]}
 
 

@@ -39,6 +39,7 @@ _FEW = 4  # values, of which a grammar lists all arrays
 _PLACES = 4  # where the first item that is asked for may stand
 _MOST_SUBSETS = 70
 _DEPTH = 16
+_MOST_DEPENDENT = 4  # schemas that depend on keys: each doubles the alternatives of an object
 _BRANCHING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
 
@@ -137,7 +138,7 @@ def _dependent_required(_lowering: Lowering, node: Any, words: dict[str, Any], a
 
 def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     required = set(node.get("required", ()))
-    parts = []
+    parts: list[Any] = []
     for name, schema in words["dependentSchemas"].items():
         if "object" in at.types:
             if isinstance(schema, dict) and "$ref" not in schema:
@@ -145,8 +146,24 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
                 schema = {**schema, "required": [*schema.get("required", ()), name]}
             needed = lowering.positive(schema, at.below("dependentSchemas", name))
             without = [] if name in required else [{"properties": {name: False}}]
+            bare = _without_key(needed, name)
+            if without and len(parts) >= _MOST_DEPENDENT and bare is not None:
+                reason = f"what it says holds whether or not {name!r} is there"
+                fix = "write fewer of them"
+                lowering.report.note(at.pointer, "dependentSchemas", reason, fix)
+                without, needed = [], bare
             parts.append(any_of([*without, needed]))
     return parts
+
+
+def _without_key(needed: Any, name: str) -> Any:
+    """What ``needed`` says of other keys, if that leaves objects without any; else None."""
+    if not isinstance(needed, dict) or not needed.keys() <= {"type", "properties", "required"}:
+        return None
+    if "object" not in needed.get("type", "object") or needed.get("required", [name]) != [name]:
+        return None
+    properties = needed.get("properties", {})
+    return None if False in properties.values() else {"properties": properties}
 
 
 def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -319,7 +319,24 @@ def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
             part = _negate_keyword(lowering, node, words, keyword, at)
             found += part.schemas
             exact = exact and part.exact
-    return Disjuncts(found, exact)
+    return Disjuncts([schema for schema in found if not _is_held(schema, found)], exact)
+
+
+def _is_held(schema: Any, others: Sequence[Any]) -> bool:
+    """Whether it asks for a key to be absent, where another one lets it be."""
+    name = _absent(schema)
+    return name is not None and any(
+        one is not schema and one.keys() == schema.keys() and one["properties"].keys() == {name}
+        for one in others
+        if isinstance(one, dict) and "properties" in one
+    )
+
+
+def _absent(schema: Any) -> str | None:
+    if not isinstance(schema, dict) or schema.keys() != {"type", "properties"}:
+        return None
+    names = [name for name, part in schema["properties"].items() if part is False]
+    return names[0] if names and len(schema["properties"]) == 1 else None
 
 
 def _is_void(keyword: str, value: Any) -> bool:
@@ -413,8 +430,10 @@ def _of_object(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) 
             found = _negate(lowering, part, at.inside("properties", name))
             exact = exact and found.exact
             if found.schemas:
-                properties = {name: any_of(found.schemas)}
-                schemas.append({"type": "object", "properties": properties, "required": [name]})
+                schema = {"type": "object", "properties": {name: any_of(found.schemas)}}
+                # Where it is required, its absence is excluded as well.
+                is_asked = name in words.get("required", ())
+                schemas.append(schema if is_asked else {**schema, "required": [name]})
     elif keyword == "dependentRequired":
         schemas = [
             {"type": "object", "properties": {name: False}, "required": [key]}

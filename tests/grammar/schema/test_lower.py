@@ -280,3 +280,79 @@ def test_a_format_admits_only_what_jsonschema_does(name: str, data: st.DataObjec
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     text = data.draw(st.from_regex(FORMATS[name][1:-1], fullmatch=True))
     assert checker.conforms(text, name), text
+
+
+NAME = {"type": "string", "anyOf": [{"pattern": "^[a-z]+$"}, {"const": "*"}]}
+NAMED = {"type": "object", "patternProperties": {"^.*$": {"type": "integer"}}}
+DYNAMIC = {"type": "array", "contains": {"const": "a"}}
+WRITTEN: list[tuple[Any, list[Any], list[Any]]] = [
+    (  # what names may be is said elsewhere
+        {
+            **NAMED,
+            "propertyNames": {"anyOf": [{"const": ""}, {"$ref": "#/$defs/name"}]},
+            "$defs": {"name": {"$ref": "#/$defs/inner"}, "inner": NAME},
+        },
+        [{}, {"": 1}, {"ab": 1, "*": 2}],
+        [{"": "x"}, {"A": 1}, {"**": 1}],
+    ),
+    (  # no string is an integer
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/none"},
+            "$defs": {"none": {"type": "integer"}},
+        },
+        [{}],
+        [{"a": 1}],
+    ),
+    (  # absent, or without the item
+        {
+            "type": "object",
+            "properties": {"d": {"items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}},
+            "not": {"required": ["d"], "properties": {"d": DYNAMIC}},
+        },
+        [{}, {"d": []}, {"d": ["b", "c"]}],
+        [{"d": ["a"]}, {"d": ["b", "a"]}],
+    ),
+    (
+        {
+            "properties": {
+                "d": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}
+            },
+            "oneOf": [{"required": ["d"], "properties": {"d": DYNAMIC}}, {"required": ["a"]}],
+            "type": "object",
+        },
+        [{"d": ["a"]}, {"d": ["b", "a"]}, {"d": ["c", "b", "a"]}, {"a": 1}, {"d": ["b"], "a": 1}],
+        [{}, {"d": ["b"]}, {"d": ["a"], "a": 1}],
+    ),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("schema", "valid", "invalid"), WRITTEN, ids=range(len(WRITTEN)))
+def test_schemas_as_they_are_written(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    lowered = lower(schema)
+    assert not lowered.errors
+    for judged in (schema, lowered.schema):
+        assert all(is_valid(judged, value) for value in valid)
+        assert not any(is_valid(judged, value) for value in invalid)
+
+
+def test_names_that_refer_to_the_schema_itself_are_an_error() -> None:
+    names = {"anyOf": [{"$ref": "#/$defs/a"}, {"const": ""}]}
+    schema = {"$defs": {"a": {"propertyNames": names, "minLength": 2}}, "$ref": "#/$defs/a"}
+    assert [entry.keyword for entry in lower(schema).errors] == ["propertyNames"]
+
+
+def test_what_hangs_on_many_keys_holds_without_them() -> None:
+    names = "abcdefgh"
+    hanging = {name: {"properties": {"z": {"maximum": at}}} for at, name in enumerate(names)}
+    schema = {"type": "object", "dependentSchemas": hanging}
+    lowered = lower(schema)
+    assert {entry.keyword for entry in lowered.entries} == {"dependentSchemas"}
+    assert not lowered.errors
+    for name in names:
+        for value in ({name: 0, "z": 0}, {name: 0, "z": 5}, {name: 0}, {"z": 4}, {"z": 9}):
+            assert not is_valid(lowered.schema, value) or is_valid(schema, value)
+        assert is_valid(lowered.schema, {name: 0, "z": 0})
+    few = {"type": "object", "dependentSchemas": {name: hanging[name] for name in "abcd"}}
+    assert not lower(few).entries

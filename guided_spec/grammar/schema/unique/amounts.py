@@ -85,7 +85,7 @@ class Amounts:
             return self._of(merge_parts(node, self._target), depth + 1)
         values = listed_in(node)
         if values is not None:
-            return _oflisted_in(node, values)
+            return _of_listed(node, values)
         if "$ref" in node:
             return self._of(self._target(node), depth + 1)
         if "anyOf" in node:
@@ -134,26 +134,14 @@ class Amounts:
         return _Amount(max(found.values(), default=1))
 
 
-def _oflisted_in(node: dict[str, Any], values: Sequence[Any]) -> _Amount:
-    if node.keys() - {"enum", "const", "type", "title", "description", "default", "$comment"}:
-        return _Amount(0)
+def _of_listed(node: dict[str, Any], values: list[Any]) -> _Amount:
     spend_on_value(values)
-    types = node.get("type")
-    kept = [value for value in values if types is None or _is_of(value, types)]
+    rest = {key: value for key, value in node.items() if key not in ("enum", "const")}
+    kept = keep_valid(values, rest)
+    if kept is None:
+        return _Amount(0)
     found = frozenset(map(text_of_item, kept))
     return _Amount(len(found), found)
-
-
-def _is_of(value: Any, types: str | list[str]) -> bool:
-    named = [types] if isinstance(types, str) else types
-    if value is None:
-        return "null" in named
-    if isinstance(value, bool):
-        return "boolean" in named
-    if isinstance(value, int | float):
-        return "number" in named or ("integer" in named and float(value).is_integer())
-    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
-    return kinds[type(value)] in named
 
 
 def _either(found: Sequence[_Amount]) -> _Amount:
