@@ -23,7 +23,7 @@ from guided_spec.grammar.schema.lowered import (
     Unenforced,
     close_objects,
 )
-from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema.lowering import TOO_LONG, Applicator, At, Lowering
 from guided_spec.grammar.schema.rivals import find_rivals
 from guided_spec.grammar.schema.unique.positions import judge_unique_items
 from guided_spec.grammar.schema.values import unique_arrays
@@ -39,6 +39,8 @@ _FEW = 4  # values, of which a grammar lists all arrays
 _PLACES = 4  # where the first item that is asked for may stand
 _MOST_SUBSETS = 70
 _DEPTH = 16
+_MOST_BESIDE = 4  # parts of an allOf that are looked at together
+_FEWER_WAYS = (4, 2, 1)  # to write out what is excluded, where all of them are far too long
 _MOST_DEPENDENT = 4  # schemas that depend on keys: each doubles the alternatives of an object
 _BRANCHING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
@@ -59,17 +61,20 @@ def _dynamic(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> li
     return [lowering.refer(target, at)]
 
 
-def _all_of(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    return [
-        lowering.positive(part, at.below("allOf", index))
-        for index, part in enumerate(words["allOf"])
-    ]
+def _all_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    parts = words["allOf"]
+    found = []
+    for index, part in enumerate(parts):
+        others = [*parts[:index], *parts[index + 1 :]] if len(parts) <= _MOST_BESIDE else []
+        inner = at.among({"allOf": [_without(node, "allOf"), *others]})
+        found.append(lowering.positive(part, inner.below("allOf", index)))
+    return found
 
 
 def _any_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    rest = _without(node, "anyOf")
+    rest = at.context(_without(node, "anyOf"))
     parts = [
-        lowering.positive(part, at.below("anyOf", index))
+        lowering.positive(part, at.among(_without(node, "anyOf")).below("anyOf", index))
         for index, part in enumerate(words["anyOf"])
         if not lowering.disjoint.apart(part, rest)
     ]
@@ -78,7 +83,8 @@ def _any_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
 
 def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """Each branch with the negations of the others, save those that it excludes anyway."""
-    rest = _without(node, "oneOf")
+    inner = at.among(_without(node, "oneOf"))
+    rest = at.context(_without(node, "oneOf"))
     apart = lowering.disjoint.apart
     branches = words["oneOf"]
     rivals = find_rivals(branches, rest, lowering.disjoint)
@@ -86,7 +92,7 @@ def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
     chosen = []
     for index in sorted(possible):
         branch = branches[index]
-        parts = [lowering.positive(branch, at.below("oneOf", index))]
+        parts = [lowering.positive(branch, inner.below("oneOf", index))]
         here = at._replace(types=at.types & lowering.disjoint.types(branch))
         others = frozenset[int]().union(*(rivals[index].get(kind, ()) for kind in here.types))
         for other in sorted(others & possible - {index}):
@@ -495,7 +501,10 @@ def lower(
     if needs_lowering(dated):
         closed = additional == "closed"
         settings = {"harder": harder, "filtered": filtered, "closed": closed}
-        lowered = Lowering(dated, _APPLICATORS, **settings).run()
+        for ways in (None, *_FEWER_WAYS):
+            lowered = Lowering(dated, _APPLICATORS, **settings, most_ways=ways).run()
+            if all(entry.reason != TOO_LONG for entry in lowered.entries):
+                break
     if dated is not schema:
         reason = f"it can only be of an older draft, and is read as {dated['$schema']}"
         note = Unenforced("", "$schema", reason, "name its draft", "note", by_backend=False)

@@ -11,7 +11,7 @@ from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import outside
 from guided_spec.grammar.schema.dialect import objects
 from guided_spec.grammar.schema.document import Document, Target
-from guided_spec.grammar.schema.joining import any_of, holds, join_all
+from guided_spec.grammar.schema.joining import any_of, holds, join_all, text_of
 from guided_spec.grammar.schema.key_patterns import overlapping, pattern_of, split_patterns
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
@@ -26,6 +26,8 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _MAX_DEPTH = 64
 _OF_SCHEMA = 12  # steps of one schema, besides those of its keywords
 _LARGEST = 1_000_000  # characters
+TOO_LONG = "written out, what excludes what is far too long"
+"""The reason why a lowered schema is given up."""
 _PLAIN = frozenset(
     {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
     | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
@@ -61,20 +63,32 @@ _INEXACT = {
 
 
 class At(NamedTuple):
-    """pointer: JSON pointer of the schema. types: those of the values that matter here."""
+    """pointer: JSON pointer of the schema. types: those of the values that matter here.
+
+    beside: schemas that hold for the same values.
+    """
 
     pointer: str = ""
     types: frozenset[str] = ALL_TYPES
     depth: int = 0
+    beside: tuple[Any, ...] = ()
 
     def below(self, *path: str | int) -> At:
         """A subschema for the same value."""
         tail = "".join(f"/{escape(str(token))}" for token in path)
-        return At(self.pointer + tail, self.types, self.depth + 1)
+        return At(self.pointer + tail, self.types, self.depth + 1, self.beside)
+
+    def among(self, rest: dict[str, Any]) -> At:
+        """Where ``rest`` holds besides."""
+        return self._replace(beside=(*self.beside, rest)) if rest else self
+
+    def context(self, rest: dict[str, Any]) -> dict[str, Any]:
+        """``rest`` and all that holds besides."""
+        return {"allOf": [rest, *self.beside]} if self.beside else rest
 
     def inside(self, *path: str | int) -> At:
         """A subschema for a part of the value, of whose type nothing is known."""
-        return self.below(*path)._replace(types=ALL_TYPES)
+        return self.below(*path)._replace(types=ALL_TYPES, beside=())
 
 
 Applicator = Callable[["Lowering", Any, dict[str, Any], At], list[Any]]
@@ -86,6 +100,7 @@ class Lowering:
 
     applicators: how each keyword that applies schemas is lowered. harder, filtered: see
     ``lower.lower``. closed: whether objects that do not say so get no further keys afterwards.
+    most_ways: in which what is excluded is written out; None for all.
     """
 
     def __init__(
@@ -96,7 +111,9 @@ class Lowering:
         harder: bool = False,
         filtered: bool = False,
         closed: bool = False,
+        most_ways: int | None = None,
     ) -> None:
+        self._most_ways = most_ways
         self.harder, self.filtered, self._closed = harder, filtered, closed
         self._applicators = applicators
         self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
@@ -116,7 +133,7 @@ class Lowering:
         schema = self.positive(self.document.root, At())
         spend_on_value([schema, self._definitions])
         if len(json.dumps([schema, self._definitions])) > _LARGEST:
-            reason = "written out, what excludes what is far too long"
+            reason = TOO_LONG
             self.report.error("", "oneOf", reason, "give each branch a const property of its own")
             return Lowered({}, tuple(self.report.entries))
         if self._definitions:
@@ -171,6 +188,7 @@ class Lowering:
         with self._definition(f"{target.key} {id(node)}") as name:
             if name not in self._definitions:
                 self._definitions[name] = {}
+                at = at._replace(beside=())  # elsewhere something else may hold
                 rest = {key: value for key, value in words.items() if key != "$ref"}
                 parts = self._parts(node, rest, at)
                 names = list(words)
@@ -282,6 +300,9 @@ class Lowering:
         found = _negate(self, node, at._replace(types=types & shared))
         own = sorted(types - shared)
         schemas = [{"type": own}, *found.schemas] if own else found.schemas
+        if self._most_ways is not None and len(schemas) > self._most_ways:
+            schemas = sorted(schemas, key=lambda schema: len(text_of(schema)))[: self._most_ways]
+            found = found._replace(exact=False)
         if not found.exact:
             if not schemas and not self.harder:
                 reason = "there is no positive spelling of what it excludes"
@@ -391,7 +412,8 @@ def _of_reference(lowering: Lowering, words: dict[str, Any], keyword: str, at: A
     known, key = lowering.negated, (id(target.schema), at.types)
     if key not in known:
         known[key] = Disjuncts([], exact=False)  # within itself, where it has no end
-        known[key] = _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
+        alone = at._replace(depth=at.depth + 1, beside=())
+        known[key] = _negate(lowering, target.schema, alone)
     return known[key]
 
 
