@@ -10,7 +10,7 @@ narrower, or refused:
 - a ``pattern`` is read as Python's ``re`` reads it, U+0000 and classes such as ``\d`` beyond ASCII
   left out; one that is anchored in the middle covers the whole string;
 - an object with a ``patternProperties`` of such a class gets no keys besides those listed;
-- keys may repeat, so ``minProperties`` beyond 1 counts the required ones only;
+- objects of very many keys, and those whose keys are counted, are rules: see ``ordered_objects``;
 - numbers are compared as floats, so large integers and decimal steps are refused.
 """
 

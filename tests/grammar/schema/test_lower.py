@@ -354,3 +354,71 @@ def test_what_hangs_on_many_keys_holds_without_them() -> None:
         assert is_valid(lowered.schema, {name: 0, "z": 0})
     few = {"type": "object", "dependentSchemas": {name: hanging[name] for name in "abcd"}}
     assert not lower(few).entries
+
+
+def test_what_holds_beside_keeps_nested_branches_apart() -> None:
+    kinds = ["a", "b", "c"]
+    branches = [
+        {"properties": {"kind": {"enum": [kind]}, kind: {"type": "integer"}}} for kind in kinds
+    ]
+    schema = {
+        "type": "object",
+        "required": ["kind"],
+        "oneOf": [
+            {"required": ["other"], "properties": {"kind": {"const": "d"}}},
+            {"oneOf": branches},
+        ],
+    }
+    lowered = lower(schema)
+    assert not lowered.entries
+    assert "not" not in keywords(lowered.schema)
+    values: list[Any] = [
+        {"kind": kind, name: value} for kind in "abcd" for name in "abz" for value in (1, "x")
+    ]
+    for value in [*values, {}, {"kind": "d", "other": 1}, {"other": 1}, {"a": 1}]:
+        assert is_valid(lowered.schema, value) == is_valid(schema, value), value
+
+
+def test_the_same_part_is_read_anew_where_nothing_holds_beside() -> None:
+    """Under "a" the branches are apart because of its neighbours, under "b" they are not."""
+    either = {"oneOf": [{"properties": {"k": {"enum": [1]}}}, {"properties": {"k": {"enum": [2]}}}]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "object", "required": ["k"], "allOf": [{"$ref": "#/$defs/e"}]},
+            "b": {"$ref": "#/$defs/e"},
+            "c": {"type": "object", "required": ["k"], "$ref": "#/$defs/e"},
+        },
+        "$defs": {"e": either},
+    }
+    lowered = lower(schema)
+    for inner in ({}, {"k": 1}, {"k": 2}, {"k": 3}, {"z": 1}):
+        for name in "abc":
+            value = {name: inner}
+            assert is_valid(lowered.schema, value) == is_valid(schema, value), value
+
+
+def test_exclusions_that_are_far_too_long_are_written_in_fewer_ways() -> None:
+    def branch(number: int) -> dict[str, Any]:
+        names = [f"k{number}_{at}" for at in range(9)]
+        inner = {name: {"enum": [[number, at] for at in range(8)]} for name in names}
+        options = {"type": "object", "properties": inner}
+        return {"properties": {"options": options, f"n{number}": {"minimum": number}}}
+
+    branches = [{"$ref": f"#/$defs/b{number}"} for number in range(9)]
+    schema = {
+        "type": "object",
+        "oneOf": branches,
+        "$defs": {f"b{number}": branch(number) for number in range(9)},
+    }
+    lowered = lower(schema)
+    assert not lowered.errors
+    assert "more is excluded than it asks for" in [entry.reason for entry in lowered.entries]
+    admitted = 0
+    for number in range(9):
+        wrong = {f"n{other}": -1 for other in range(9) if other != number}
+        for value in (wrong, {**wrong, f"n{number}": 20}, {}, {f"n{number}": -1}):
+            is_admitted = is_valid(lowered.schema, value)
+            admitted += is_admitted
+            assert not is_admitted or is_valid(schema, value), value
+    assert admitted
