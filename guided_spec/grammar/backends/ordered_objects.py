@@ -309,9 +309,10 @@ def _shared(keys: Sequence[_Key]) -> int:
 
 
 def _rule(name: str, options: Sequence[str]) -> str:
-    """A line of the grammar. llguidance writes a rule of one
-    plain option into others, and loses what it does to its parameter."""
-    always = f" %if ge({_NUMBER}, 0)" if len(options) == 1 and not _IF.search(options[0]) else ""
+    """A line of the grammar. llguidance refuses a parameter on which nothing depends, and loses
+    what a rule of one plain option does to it.
+    """
+    always = "" if any(map(_IF.search, options)) else f" %if ge({_NUMBER}, 0)"
     return f"{name}::_ : {' | '.join(options)}{always}"
 
 

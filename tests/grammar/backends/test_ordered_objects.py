@@ -178,6 +178,35 @@ def test_thousands_of_optional_keys_compile(key_order: Any, *, any_whitespace: b
         )
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: {"type": "object", "patternProperties": {"^a": inner}},
+        lambda inner: {"type": "object", "additionalProperties": inner},
+        lambda inner: {"type": "object", "properties": {"a": inner}, "additionalProperties": False},
+        lambda inner: {"type": "object", "properties": {"a": inner}, "required": ["a"]},
+        lambda inner: {"anyOf": [{"type": "string"}, {"type": "array", "items": inner}]},
+        lambda inner: {"type": "array", "prefixItems": [inner], "minItems": 1},
+        lambda inner: {"type": "object", "patternProperties": {"^a": inner, "^b": INTEGER}},
+        lambda inner: {"type": "object", "properties": {"a": inner, "b": False}},
+    ],
+)
+def test_a_large_object_in_others(around: Any) -> None:
+    """Each of these has rules of its own, though it is small."""
+    schema = around(large(LARGE + 1, additionalProperties=False))
+    name = f"{next(iter(large(LARGE + 1)['properties']))}"
+    for order in ("schema", "any"):
+        spec = GrammarSpec.json_schema(schema, key_order=order)
+        grammar = AutoBackend(BYTES).compile(spec)
+        for inner in ({}, {name: 1}, {name: "x"}, {"x": 1}):
+            for value in ({"a": inner}, [inner], inner, {"a": inner, "b": 1}):
+                text = json.dumps(value, ensure_ascii=False)
+                is_valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+                assert not accepts(grammar, text) or is_valid
+        best = {"a": {name: 1}} if "object" in str(schema.get("type")) else [{name: 1}]
+        assert accepts(grammar, json.dumps(best, ensure_ascii=False))
+
+
 def has_counts(schema: Any, value: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
