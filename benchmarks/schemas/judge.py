@@ -22,6 +22,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.schema.dialect import for_python
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -222,7 +223,7 @@ def _invalid(texts: Sequence[str], schema: Any) -> list[str]:
     """The texts that are not valid under ``schema``, formats included."""
     draft = jsonschema.Draft202012Validator
     kind = jsonschema.validators.validator_for(schema, default=draft)
-    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    validator = kind(for_python(schema), format_checker=kind.FORMAT_CHECKER)
     return [text for text in texts if not _is_valid(text, validator)]
 
 

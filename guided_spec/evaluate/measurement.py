@@ -30,6 +30,7 @@ from guided_spec.engine.process import frozen_heap
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.kinds import KindCounts
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.schema.dialect import for_python
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.tools.reasoning import DEFAULT_MARKERS
@@ -237,7 +238,8 @@ def _is_valid_json(text: str, schema: Any) -> bool:
         value = json.loads(text)
     except ValueError:
         return False
-    return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(value))
+    validator = kind(for_python(schema), format_checker=kind.FORMAT_CHECKER)
+    return bool(validator.is_valid(value))
 
 
 class BaselineRun(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
-from itertools import permutations
+from itertools import groupby, permutations
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,50 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
     text = codes.tobytes().decode("utf-32-le", "surrogatepass")
     runs = re.finditer(f"{_UNICODE[kind]}+", text)
     return tuple((run.start(), run.end() - 1) for run in runs)
+
+
+# As ECMAScript spells them after \\p, which knows no other case and no spaces.
+_CATEGORIES = {
+    "Cased_Letter": "LC",
+    **{"Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt"},
+    **{"Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Combining_Mark": "M"},
+    **{"Nonspacing_Mark": "Mn", "Spacing_Mark": "Mc", "Enclosing_Mark": "Me", "Number": "N"},
+    **{"Decimal_Number": "Nd", "digit": "Nd", "Letter_Number": "Nl", "Other_Number": "No"},
+    **{"Punctuation": "P", "punct": "P", "Connector_Punctuation": "Pc", "Dash_Punctuation": "Pd"},
+    **{"Open_Punctuation": "Ps", "Close_Punctuation": "Pe", "Initial_Punctuation": "Pi"},
+    **{"Final_Punctuation": "Pf", "Other_Punctuation": "Po", "Symbol": "S", "Math_Symbol": "Sm"},
+    **{"Currency_Symbol": "Sc", "Modifier_Symbol": "Sk", "Other_Symbol": "So", "Separator": "Z"},
+    **{"Space_Separator": "Zs", "Line_Separator": "Zl", "Paragraph_Separator": "Zp"},
+    **{"Other": "C", "Control": "Cc", "cntrl": "Cc", "Format": "Cf", "Surrogate": "Cs"},
+    **{"Private_Use": "Co", "Unassigned": "Cn"},
+}
+_CASED_LETTERS = ("Lu", "Ll", "Lt")
+
+
+def general_category(name: str) -> Ranges | None:
+    """The characters of ``\\p{name}``, by its short or long name; None for other names.
+
+    As the ``unicodedata`` of this Python has them, surrogates included.
+    """
+    if name in ("Any", "ASCII", "Assigned"):
+        whole = {"Any": ((0, _LAST),), "ASCII": ((0, 127),)}
+        return whole.get(name) or complement(_by_category()["Cn"])
+    short = _CATEGORIES.get(name, name)
+    if short not in {*_CATEGORIES.values(), "LC"}:
+        return None
+    parts = _CASED_LETTERS if short == "LC" else (short,)
+    found = (ranges for kind, ranges in _by_category().items() if kind.startswith(parts))
+    return normalize(pair for ranges in found for pair in ranges)
+
+
+@cache
+def _by_category() -> dict[str, Ranges]:
+    found = defaultdict[str, list[tuple[int, int]]](list)
+    codes = range(_LAST + 1)
+    for kind, run in groupby(codes, key=lambda code: unicodedata.category(chr(code))):
+        members = [*run]
+        found[kind].append((members[0], members[-1]))
+    return {kind: tuple(ranges) for kind, ranges in found.items()}
 
 
 _NEWLINE: Ranges = ((10, 10),)

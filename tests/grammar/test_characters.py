@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.grammar.backends.auto import AutoBackend
-from guided_spec.grammar.characters import any_case, complement
+from guided_spec.grammar.characters import any_case, complement, general_category
 from guided_spec.grammar.regex import readable, to_fullmatch, to_search
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts
@@ -33,6 +35,39 @@ def test_both_cases_are_those_of_re() -> None:
         same = {other for other in group if re.fullmatch(re.escape(one), other, re.IGNORECASE)}
         (found,) = [any_case(((ord(one), ord(one)),), 0, whole=True)]
         assert {chr(code) for low, high in found for code in range(low, high + 1)} == same
+
+
+@pytest.mark.every_case
+def test_categories_are_those_of_unicodedata() -> None:
+    """Every character is in the categories that are its own, and in no other."""
+    every = np.array([unicodedata.category(chr(code)) for code in range(0x110000)])
+    kinds = sorted({*every.tolist()})
+    for kind in [*kinds, *sorted({kind[0] for kind in kinds})]:
+        ranges = general_category(kind)
+        assert ranges is not None
+        found = np.zeros(0x110000, dtype=bool)
+        for low, high in ranges:
+            assert not found[low : high + 1].any()
+            found[low : high + 1] = True
+        own = np.isin(every, [one for one in kinds if one.startswith(kind)])
+        assert np.array_equal(found, own), kind
+
+
+@pytest.mark.every_case
+def test_categories_have_long_names_and_few_others() -> None:
+    same = {"Letter": "L", "Uppercase_Letter": "Lu", "Decimal_Number": "Nd", "digit": "Nd"}
+    same |= {"Punctuation": "P", "punct": "P", "Combining_Mark": "M", "Other": "C", "cntrl": "Cc"}
+    for name, short in same.items():
+        assert general_category(name) == general_category(short)
+    cased = [general_category(kind) or () for kind in ("Lu", "Ll", "Lt")]
+    letters = {code for part in cased for low, high in part for code in range(low, high + 1)}
+    for name in ("LC", "Cased_Letter"):
+        ranges = general_category(name) or ()
+        assert {code for low, high in ranges for code in range(low, high + 1)} == letters
+    assert general_category("ASCII") == ((0, 127),)
+    assert general_category("Assigned") == complement(general_category("Cn") or ())
+    for name in ("l", "letter", "Latin", "Script=Greek", "Alphabetic", "IsLetter", "", "L ", "Lx"):
+        assert general_category(name) is None
 
 
 def test_other_dialects_take_no_turkish_letter_for_an_i() -> None:

@@ -11,6 +11,7 @@ from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSche
 from guided_spec.grammar.backends.ebnf import any_order_notes
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, LLGuidanceGrammar
+from guided_spec.grammar.backends.ordered_objects import holds_ordered_object
 from guided_spec.grammar.backends.registry import (
     GRAMMAR_BACKENDS,
     BackendFactory,
@@ -119,6 +120,8 @@ class AutoBackend(DocumentBackend[_Compiled]):
         spend_on_value(prepared.schema)
         # One that is large once it is written out is large too.
         if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
+            return False
+        if holds_ordered_object(prepared.schema):  # of 300 optional keys, rows take it 3 ms
             return False
         return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import xgrammar
 
-from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
+from guided_spec.grammar.backends.any_order import AnyOrder
+from guided_spec.grammar.backends.json_rules import key_literal
 from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
 from guided_spec.grammar.steps import spend, spend_on_text, spend_on_value
 

@@ -10,7 +10,7 @@ narrower, or refused:
 - a ``pattern`` is read as Python's ``re`` reads it, U+0000 and classes such as ``\d`` beyond ASCII
   left out; one that is anchored in the middle covers the whole string;
 - an object with a ``patternProperties`` of such a class gets no keys besides those listed;
-- keys may repeat, so ``minProperties`` beyond 1 counts the required ones only;
+- objects of very many keys, and those whose keys are counted, are rules: see ``ordered_objects``;
 - numbers are compared as floats, so large integers and decimal steps are refused.
 """
 
@@ -20,6 +20,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -39,6 +40,12 @@ from guided_spec.grammar.backends.llguidance_schema import (
     MOST_ITEMS,
     narrower_scalars,
     prepare_for_llguidance,
+    require_few_items,
+)
+from guided_spec.grammar.backends.ordered_objects import (
+    LARGE,
+    holds_ordered_object,
+    ordered_object_rules,
 )
 from guided_spec.grammar.backends.tag import prepare_tag, with_tokens
 from guided_spec.grammar.backends.tag_lark import tag_lark
@@ -47,9 +54,9 @@ from guided_spec.grammar.languages import to_whole
 from guided_spec.grammar.protocol import Matcher, legal_row, require_first_token
 from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema.lowered import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, narrowing
 from guided_spec.grammar.schema.prepare import lower_checked
-from guided_spec.grammar.schema.sharing import share_joined
+from guided_spec.grammar.schema.sharing import ALTERNATIVES, share_joined
 from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
@@ -112,21 +119,30 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         spec = document.spec
         if spec.kind == "structural_tag":
             return self._compile_tag(document)
-        prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
-        try:
-            grammar = self._compile_in_order(document, prepared)
-        except UnsupportedSchemaError:
-            shared = share_joined(document.lowered.schema) if spec.is_json else None
-            if shared is None:
-                raise
-            prepared = prepare_for_llguidance(document.lowered._replace(schema=shared))
-            grammar = self._compile_in_order(document, prepared)
+        if not spec.is_json:
+            return self._compile_in_order(document, {})
+        prepared, grammar = self._compile_json(document)
         if spec.key_order == "any":
             grammar = self._in_any_order(spec, prepared, grammar)
-        if not spec.is_json:
-            return grammar
         items = item_rules(document.lowered.schema)
         return with_unique_keys(grammar, prepared, self.vocabulary, items)
+
+    def _compile_json(self, document: SpecDocument) -> _Compiled:
+        """In the first form of the schema that llguidance takes."""
+        lowered = document.lowered
+        try:
+            return self._compile_prepared(document, lowered)
+        except UnsupportedSchemaError:
+            for alternatives in () if lowered.errors else ALTERNATIVES:
+                shared = share_joined(lowered.schema, alternatives)
+                if shared is not None:
+                    with suppress(UnsupportedSchemaError):
+                        return self._compile_prepared(document, lowered._replace(schema=shared))
+            raise
+
+    def _compile_prepared(self, document: SpecDocument, lowered: Lowered) -> _Compiled:
+        prepared = prepare_for_llguidance(lowered)
+        return _Compiled(prepared, self._compile_in_order(document, prepared))
 
     def rebuild(self, spec: GrammarSpec, recipe: Recipe) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile once more what this backend has compiled for ``spec``, here or elsewhere."""
@@ -190,6 +206,13 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         self, document: SpecDocument, prepared: dict[str, Any]
     ) -> LLGuidanceGrammar:
         spec = document.spec
+        if spec.is_json and holds_ordered_object(prepared):
+            with suppress(GrammarCompileError):
+                grammar = self._grammar(_with_ordered_objects(prepared, spec))
+                _require_compiled(spec, grammar)
+                return grammar
+        if spec.is_json:
+            require_few_items(prepared)
         main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
         is_free = spec.any_whitespace
         style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
@@ -202,6 +225,13 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
                 raise UnsupportedSchemaError(describe(lost)) from error
             raise
         return grammar
+
+
+class _Compiled(NamedTuple):
+    """A grammar and the schema that it was made from."""
+
+    prepared: dict[str, Any]
+    grammar: LLGuidanceGrammar
 
 
 class _Tokens(NamedTuple):
@@ -395,9 +425,9 @@ class LLGuidanceTexts(NamedTuple):
 class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
-    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
-    pattern: of a regex or a choice, as ``to_fullmatch`` writes it. tag: the structural tag, if it
-    is one.
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order; what is
+    narrower in large objects. pattern: of a regex or a choice, as ``to_fullmatch`` writes it. tag:
+    the structural tag, if it is one.
     """
 
     source: LLGuidanceSource
@@ -499,6 +529,20 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
             fix = "use the backend xgrammar, which compiles it"
             raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
     return _OPTIONS + text
+
+
+def _with_ordered_objects(prepared: dict[str, Any], spec: GrammarSpec) -> LLGuidanceTexts:
+    """The rules of a schema that holds large objects. Raises GrammarCompileError without any."""
+    texts: list[str] = []
+    notes: tuple[Unenforced, ...] = ()
+    for option in (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,):
+        rules = ordered_object_rules(prepared, option)
+        if rules is None:
+            raise GrammarCompileError("its large objects cannot be written as rules")
+        require_few_items(prepared, LARGE if rules.is_whole else None)
+        texts.append("\n".join([f"{_OPTIONS}start: {rules.top}", *rules.lines]))
+        notes = rules.notes
+    return LLGuidanceTexts(texts[0], texts[1] if len(texts) > 1 else None, notes)
 
 
 def _pattern_of(document: SpecDocument) -> str | None:

@@ -34,6 +34,9 @@ MOST_ITEMS = 2**14
 """Of one row of llguidance's parser: ways in which the text may go on at one place."""
 
 _ITEMS_OF_A_KEY = 4
+_MOST_OPTIONAL = (
+    1_000  # keys of one object: rows take 5 ms of CPU with 800, four times as long with 1,600
+)
 _KEPT = HOLDS_PARTS | frozenset(
     {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
@@ -66,8 +69,34 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
             name: _rewrite(part, f"/$defs/{escape(name)}", 1)
             for name, part in lowered.schema["$defs"].items()
         }
-    _Rows(prepared).require_few_items()
     return prepared
+
+
+def require_few_items(prepared: dict[str, Any], most_keys: int | None = None) -> None:
+    """Raise UnsupportedSchemaError where a row of llguidance's parser would get too many items.
+
+    most_keys: of one object; those of larger ones are not llguidance's to write, nor is what counts
+    keys. None: all are.
+    """
+    if most_keys is None:
+        _require_few_keys(prepared)
+    _Rows(prepared, most_keys or _MOST_OPTIONAL).require_few_items()
+
+
+def _require_few_keys(prepared: dict[str, Any]) -> None:
+    for part in every_part(prepared):
+        words = part if isinstance(part, dict) else {}
+        if words.get("minProperties", 0) > max(1, len(words.get("required", ()))):
+            raise _refusal("", "minProperties", "keys may repeat; list them under required")
+        names = part.get("properties", ()) if isinstance(part, dict) else ()
+        optional = len(names) - len(part.get("required", ())) if names else 0
+        if optional > _MOST_OPTIONAL:
+            reason = f"an object lists {len(names):,} keys, such as {next(iter(names))!r}: more "
+            reason += (
+                f"than {_MOST_OPTIONAL:,} of them are optional, and what it is part of cannot "
+            )
+            reason += "be written as rules; list them under required, or group them in objects"
+            raise _refusal("", "properties", reason)
 
 
 def narrower_scalars(lowered: Lowered) -> list[Unenforced]:
@@ -102,7 +131,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         return schema
     spend(_OF_SCHEMA + len(schema))
     schema = _with_exact_bounds(schema)
-    _check(schema, pointer)
+    _check_numbers(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
     kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
     if "patternProperties" in schema:
@@ -236,12 +265,6 @@ def _widest(schema: dict[str, Any]) -> list[str]:
     return above + [name for name in _LOWER if schema.get(name, 0) < -_LARGEST]
 
 
-def _check(schema: dict[str, Any], pointer: str) -> None:
-    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
-        raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
-    _check_numbers(schema, pointer)
-
-
 def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
     values = [schema[name] for name in _NUMBERS if name in schema]
     values += [schema.get("const"), schema.get("enum")]
@@ -274,7 +297,8 @@ def _refusal(pointer: str, keyword: str, reason: str) -> UnsupportedSchemaError:
 class _Rows:
     """How many items the rows of llguidance's parser get, of one prepared schema."""
 
-    def __init__(self, prepared: dict[str, Any]) -> None:
+    def __init__(self, prepared: dict[str, Any], most_keys: int) -> None:
+        self._most_keys = most_keys
         self._schemas = [prepared, *prepared.get("$defs", {}).values()]
         self._prepared = prepared
         self._known: dict[int, int] = {}  # by the id of a schema; 0 while it is looked at
@@ -307,9 +331,8 @@ class _Rows:
             return self._prepared
         return self._prepared.get("$defs", {}).get(unescape(reference.removeprefix("#/$defs/")))
 
-    @staticmethod
-    def _keys(node: dict[str, Any]) -> int:
+    def _keys(self, node: dict[str, Any]) -> int:
         """Of the keys one of which comes first: those up to the first that is required."""
         names, required = node.get("properties", ()), set(node.get("required", ()))
         first = next((at for at, name in enumerate(names) if name in required), len(names))
-        return 1 + _ITEMS_OF_A_KEY * first
+        return 1 + _ITEMS_OF_A_KEY * min(first, self._most_keys)

@@ -17,6 +17,13 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, TypeAlias
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.backends.llguidance_schema import require_few_items
+from guided_spec.grammar.backends.ordered_objects import (
+    LARGE,
+    OrderedObjects,
+    Rules,
+    ordered_object_rules,
+)
 from guided_spec.grammar.characters import ANY_CHARACTER, Ranges, code_points, intersect, normalize
 from guided_spec.grammar.regex import RE_PARSER, readable
 from guided_spec.grammar.steps import spend
@@ -62,10 +69,11 @@ class Token(NamedTuple):
 
 
 class Json(NamedTuple):
-    """A JSON value under a prepared schema. source: that schema as JSON."""
+    """A JSON value under a prepared schema. source: that schema as JSON. options: its spelling."""
 
     source: str
     kind: str
+    options: str
 
 
 class Chain(NamedTuple):
@@ -217,9 +225,8 @@ def _json(schema: Any, options: dict[str, Any]) -> Part:
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, str) and schema.keys() == {"type"} and kind in _SCALARS:
         return Options(tuple(map(Literal, _SCALARS[kind])))
-    return Json(
-        json.dumps({**schema, "x-guidance": options}), kind if isinstance(kind, str) else ""
-    )
+    kind = kind if isinstance(kind, str) else ""
+    return Json(json.dumps(schema), kind, json.dumps(options))
 
 
 def _edge(edge: Any) -> Part:
@@ -531,10 +538,13 @@ class _Writer:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self._ordered: dict[Json, Rules | None] = {}
 
     def write(self, root: Part) -> str:
         start = self._rule(root)
         lines = [f"{name}: {text}" for text, name in self._names.items()]
+        for rules in self._ordered.values():
+            lines += rules.lines if rules is not None else ()
         return "\n".join([f"start: {start}", *lines])
 
     def _rule(self, part: Part) -> str:
@@ -546,7 +556,7 @@ class _Writer:
             case Token():
                 return f"<[{part.token_id}]>"
             case Json():
-                return self._named(f"%json {part.source}", "json")
+                return self._json(part)
             case Chain():
                 return " ".join(map(self._rule, part.parts)) or '""'
             case Choice():
@@ -556,6 +566,19 @@ class _Writer:
             case Star():
                 return f"({self._rule(part.part)})*"
         raise TypeError(part)
+
+    def _json(self, part: Json) -> str:
+        schema, options = json.loads(part.source), json.loads(part.options)
+        if part not in self._ordered:
+            prefix = f"objects{len(self._ordered)}_"
+            self._ordered[part] = ordered_object_rules(
+                schema, options, prefix, OrderedObjects(repeats=True)
+            )
+        rules = self._ordered[part]
+        require_few_items(schema, LARGE if rules is not None and rules.is_whole else None)
+        if rules is None:
+            return self._named(f"%json {json.dumps({**schema, 'x-guidance': options})}", "json")
+        return rules.top
 
     def _named(self, text: str, kind: str) -> str:
         return self._names.setdefault(text, f"{kind}_{len(self._names)}")

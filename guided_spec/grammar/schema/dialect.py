@@ -8,6 +8,8 @@ from typing import Any
 
 import jsonschema
 
+from guided_spec.errors import UnsupportedSchemaError
+from guided_spec.grammar.characters import complement, general_category
 from guided_spec.grammar.languages import without_looks
 from guided_spec.grammar.steps import spend
 
@@ -42,7 +44,9 @@ _MAPS = (
 _DATA = ("enum", "const", "default", "examples")
 # Neither a lookbehind nor an escaped parenthesis.
 _GROUP = re.compile(r"((?<!\\)(?:\\\\)*)\(\?<(?=[A-Za-z_])")
-_FOREIGN = re.compile(r"\(\?(?:<[A-Za-z_]|[=!])")
+_FOREIGN = re.compile(r"\(\?(?:<[A-Za-z_]|[=!])|\\[pP]\{")
+_PROPERTY = re.compile(r"\\([pP])\{([^{}]*)\}")
+_PREFIXES = ("General_Category=", "gc=")
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
 
@@ -93,8 +97,9 @@ def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def for_python(schema: Any, *, is_plain: bool = False) -> Any:
     """A schema of the same meaning that Python's libraries read.
 
-    Patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``. ``dependencies`` are
-    all schemas where some are: referencing 0.37 takes the first of them for all.
+    Patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``, and ``\\p{L}`` a
+    class of all letters. ``dependencies`` are all schemas where some are: referencing 0.37 takes
+    the first of them for all. Raises UnsupportedSchemaError for a ``\\p`` of no general category.
     is_plain: without lookahead too, where patterns begin with it.
     """
     if not isinstance(schema, dict) or not any(map(_is_foreign, _schemas(schema))):
@@ -139,7 +144,65 @@ def _for_python(value: Any, write: Callable[[str], str]) -> Any:
 
 
 def _in_python(pattern: str) -> str:
-    return _GROUP.sub(lambda found: f"{found[1]}(?P<", pattern)
+    return _GROUP.sub(lambda found: f"{found[1]}(?P<", with_categories(pattern))
+
+
+def with_categories(pattern: str) -> str:
+    """A pattern with classes of characters for ECMAScript's ``\\p{...}`` and ``\\P{...}``.
+
+    Raises UnsupportedSchemaError for a name of no general category.
+    """
+    if not _PROPERTY.search(pattern):
+        return pattern
+    written: list[str] = []
+    at, in_class = 0, False
+    while at < len(pattern):
+        found = _PROPERTY.match(pattern, at)
+        if found:
+            if in_class and written[-1] == "-" and written[-2] not in ("[", "[^"):
+                raise _no_category(found[0], "it cannot end a range")
+            members = _members(found)
+            written.append(members if in_class else f"[{members}]")
+            at = found.end()
+            continue
+        length = 2 if pattern[at] == "\\" else 1
+        part = pattern[at : at + length]
+        if part == "[" and not in_class:
+            in_class = True
+            part = "[^" if pattern.startswith("[^", at) else part
+            part += "]" if pattern.startswith("]", at + len(part)) else ""  # as ``re`` reads it
+        elif part == "]":
+            in_class = False
+        written.append(part)
+        at += len(part)
+    return "".join(written)
+
+
+def _members(found: re.Match[str]) -> str:
+    """What stands in a class for one property."""
+    name = found[2]
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    ranges = general_category(name)
+    if ranges is None or (name != found[2] and name in ("Any", "ASCII", "Assigned")):
+        raise _no_category(found[0], "only general categories are known, such as L or Letter")
+    if found[1] == "P":
+        ranges = complement(ranges)
+    if not ranges:
+        raise _no_category(found[0], "no character is in it")
+    spend(len(ranges))
+    return "".join(f"{_written(low)}-{_written(high)}" for low, high in ranges)
+
+
+def _written(code: int) -> str:
+    is_plain = chr(code).isalnum() or 0xA0 < code < 0xD800 or code > 0xFFFF
+    return chr(code) if is_plain else f"\\u{code:04x}"
+
+
+def _no_category(text: str, reason: str) -> UnsupportedSchemaError:
+    fix = "write the characters out, as in [a-z]"
+    message = f"the JSON schema cannot be enforced in full: {text}: {reason}; {fix}"
+    return UnsupportedSchemaError(message)
 
 
 def _plainly_in_python(pattern: str) -> str:

@@ -39,10 +39,11 @@ def merge(one: Any, other: Any) -> Any:
     objects: dict[str, Any] | None = {}
     if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
         objects = _merge_objects(left, right)
-    if objects is None or _lists_by_position(left, right):
+    if objects is None:
         return None
-    merged = {**left, **right, **objects}
-    for key in left.keys() & right.keys() - objects.keys():
+    parted = {**objects, **(_merge_arrays(left, right) if _lists_by_position(left, right) else {})}
+    merged = {**left, **right, **parted}
+    for key in left.keys() & right.keys() - parted.keys():
         merged[key] = _merge_values(key, left[key], right[key])
         if merged[key] is None:
             return None
@@ -50,7 +51,7 @@ def merge(one: Any, other: Any) -> Any:
             return False
     if merged.get("type") == "object" and "anyOf" in merged:
         merged["anyOf"] = [part for part in merged["anyOf"] if not _lacks_a_key(part)] or [False]
-    return False if merged.get("type") == "object" and _lacks_a_key(merged) else merged
+    return False if _lacks_a_part(merged) else merged
 
 
 def is_reference(schema: Any) -> bool:
@@ -78,6 +79,20 @@ def _lists_by_position(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(both) and "prefixItems" in {*one, *other}
 
 
+def _merge_arrays(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The items of both, each as both sides want it at its place."""
+    left, right = one.get("prefixItems", []), other.get("prefixItems", [])
+    rest, more = one.get("items", True), other.get("items", True)
+    pairs = itertools.zip_longest(left, right)
+    spend(len(left) + len(right))
+    prefix = [
+        _both(rest if at >= len(left) else part, more if at >= len(right) else beside)
+        for at, (part, beside) in enumerate(pairs)
+    ]
+    items = {"items": _both(rest, more)} if "items" in one or "items" in other else {}
+    return {"prefixItems": prefix, **items}
+
+
 def _lists(schema: dict[str, Any]) -> bool:
     return "enum" in schema or "const" in schema
 
@@ -99,6 +114,14 @@ def _lacks_a_key(schema: Any) -> bool:
     return any(properties.get(name) is False for name in schema.get("required", ()))
 
 
+def _lacks_a_part(schema: dict[str, Any]) -> bool:
+    """Whether a key or an item must be in its values and cannot."""
+    if schema.get("type") != "array":
+        return schema.get("type") == "object" and _lacks_a_key(schema)
+    low, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
+    return False in first[:low] or (low > len(first) and schema.get("items") is False)
+
+
 def conflict(one: Any, other: Any) -> str:
     """The keyword for which ``merge`` returned None."""
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -106,9 +129,8 @@ def conflict(one: Any, other: Any) -> str:
     left, right = _asserting(one), _asserting(other)
     if left.keys() & _OBJECT and right.keys() & _OBJECT and _merge_objects(left, right) is None:
         return "patternProperties"
-    if _lists_by_position(left, right):
-        return "prefixItems"
-    shared = [key for key in left if key in right and key not in _OBJECT]
+    parted = _ARRAY if _lists_by_position(left, right) else set()
+    shared = [key for key in left if key in right and key not in _OBJECT | parted]
     return next(key for key in shared if _merge_values(key, left[key], right[key]) is None)
 
 
@@ -192,7 +214,7 @@ def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
 def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
     """Where one side alone has patterns; keys that it lists match them besides."""
     if "patternProperties" in one and "patternProperties" in other:
-        return None
+        return _merge_same_patterns(one, other)
     names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
     with_patterns, plain = (one, other) if "patternProperties" in one else (other, one)
     patterns: dict[str, Any] = with_patterns["patternProperties"]
@@ -214,6 +236,25 @@ def _merge_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     return {**merged, "patternProperties": kept}
 
 
+def _merge_same_patterns(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """Where both sides have the same patterns, so that the same keys are further ones to both."""
+    patterns, more_patterns = one["patternProperties"], other["patternProperties"]
+    if patterns.keys() != more_patterns.keys():
+        return None
+    left, right = one.get("properties", {}), other.get("properties", {})
+    extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
+    properties: dict[str, Any] = {}
+    for name in dict.fromkeys([*left, *right]):
+        is_further = not any(holds(pattern, name) for pattern in patterns)
+        own = left.get(name, extra if is_further else True)
+        properties[name] = _both(own, right.get(name, more if is_further else True))
+    merged: dict[str, Any] = {"properties": properties} if properties else {}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        merged["additionalProperties"] = _both(extra, more)
+    both = {pattern: _both(part, more_patterns[pattern]) for pattern, part in patterns.items()}
+    return {**merged, "patternProperties": both}
+
+
 def holds(pattern: str, name: str) -> bool:
     """Whether a key matches a pattern of the schema, or one as a backend gets it."""
     if "\\u{" in pattern:  # which no pattern of Python's has
@@ -229,6 +270,9 @@ def _both(one: Any, other: Any) -> Any:
         return False
     if one is True or one == {} or text_of(one) == text_of(other):
         return other
+    has_types = isinstance(other, dict) and "type" in one and "type" in other
+    if has_types and not _common_types(one["type"], other["type"]):
+        return False
     return one if other is True or other == {} else {"allOf": [one, other]}
 
 

@@ -16,6 +16,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import Texts, are_apart, in_all, searched
 from guided_spec.grammar.schema.joining import holds
+from guided_spec.grammar.schema.lowered import unescape
 
 NOTHING = r"[^\s\S]"
 """A pattern that is found in no text."""
@@ -23,6 +24,7 @@ NOTHING = r"[^\s\S]"
 _MOST, _MOST_LISTED = 6, 64  # patterns that overlap, and keys beside them
 _OF_STRINGS = frozenset(
     {"type", "pattern", "format", "minLength", "maxLength", "enum", "const", "allOf", "anyOf"}
+    | {"$ref"}
 )
 
 
@@ -41,31 +43,49 @@ class _Part(NamedTuple):
     schemas: tuple[Any, ...]
 
 
-def pattern_of(strings: Any) -> str | None:
+def pattern_of(strings: Any, definitions: Mapping[str, Any]) -> str | None:
     """A pattern that ``re.search`` finds in the strings that are valid under a lowered schema.
 
-    In fewer where it is unsure, and NOTHING where there are none. None where the schema is no
-    pattern, or the pattern would be very long.
+    definitions: by name. In fewer where it is unsure, and NOTHING where there are none. None where
+    the schema is no pattern, or the pattern would be very long.
     """
     try:
-        return _pattern_of(strings)
+        return _Strings(definitions).pattern_of(strings)
     except (GrammarCompileError, RecursionError):
         return None
 
 
-def _pattern_of(strings: Any) -> str:
-    if isinstance(strings, bool):
-        return "" if strings else NOTHING
-    parts = [*_patterns_of(strings)]
-    if len(parts) == 1:
-        return parts[0]
-    return in_all([searched(part) for part in parts]) or NOTHING
+class _Strings:
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+
+    def pattern_of(self, strings: Any) -> str:
+        if isinstance(strings, bool):
+            return "" if strings else NOTHING
+        parts = [part for part in self._patterns_of(strings) if part]
+        if len(parts) < 2:
+            return parts[0] if parts else ""
+        return in_all([searched(part) for part in parts]) or NOTHING
+
+    def _patterns_of(self, words: Mapping[str, Any]) -> Iterator[str]:
+        """Patterns that all have to be found. Raises GrammarCompileError for other keywords."""
+        if not words.keys() <= _OF_STRINGS:
+            raise GrammarCompileError("a keyword that is no pattern")
+        yield from _own_patterns(words)
+        if "$ref" in words:
+            target = self._definitions.get(unescape(words["$ref"].removeprefix("#/$defs/")))
+            if not target:  # it may be one that is not finished yet
+                raise GrammarCompileError("a reference to what is not known")
+            yield self.pattern_of(target)
+        yield from map(self.pattern_of, words.get("allOf", ()))
+        if "anyOf" in words:
+            options = [self.pattern_of(part) for part in words["anyOf"]]
+            yield "" if "" in options else "|".join(f"(?:{option})" for option in options)
 
 
-def _patterns_of(words: Mapping[str, Any]) -> Iterator[str]:
-    """Patterns that all have to be found. Raises GrammarCompileError for other keywords."""
-    if not words.keys() <= _OF_STRINGS:
-        raise GrammarCompileError("a keyword that is no pattern")
+def _own_patterns(words: Mapping[str, Any]) -> Iterator[str]:
+    if "string" not in words.get("type", "string"):
+        yield NOTHING
     if "pattern" in words:
         yield str(words["pattern"])
     if "format" in words:
@@ -77,9 +97,6 @@ def _patterns_of(words: Mapping[str, Any]) -> Iterator[str]:
         if values is not None:
             names = [value for value in values if isinstance(value, str)]
             yield _one_of(names) if names else NOTHING
-    yield from map(_pattern_of, words.get("allOf", ()))
-    if "anyOf" in words:
-        yield "|".join(f"(?:{_pattern_of(part)})" for part in words["anyOf"])
 
 
 def _one_of(names: Sequence[str]) -> str:

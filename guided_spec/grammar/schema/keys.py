@@ -103,7 +103,7 @@ def free_keys(schema: Any) -> FreeKeys:
     """
     definitions = _definitions(schema)
     nodes = [node for node in every_part(schema) if _takes_free_keys(node)]
-    return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
+    return FreeKeys(bool(nodes), any(runs_out(node, definitions) for node in nodes))
 
 
 def required_keys(schema: Any) -> tuple[str, ...]:
@@ -137,8 +137,11 @@ def _takes_free_keys(node: Any) -> bool:
     return "array" in types and "items" not in node  # any values
 
 
-def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
-    """Whether some beginning of a key has an end, but not infinitely many."""
+def runs_out(node: Any, definitions: dict[str, Any]) -> bool:
+    """Whether some beginning of a key has an end, but not infinitely many.
+
+    definitions: by name.
+    """
     patterns = node.get("patternProperties", {}) if isinstance(node, dict) else {}
     is_void = {key: not has_finite_value(part, definitions) for key, part in patterns.items()}
     if patterns and node.get("additionalProperties", True) is not False:

@@ -23,7 +23,7 @@ from guided_spec.grammar.schema.lowered import (
     Unenforced,
     close_objects,
 )
-from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema.lowering import TOO_LONG, Applicator, At, Lowering
 from guided_spec.grammar.schema.rivals import find_rivals
 from guided_spec.grammar.schema.unique.positions import judge_unique_items
 from guided_spec.grammar.schema.values import unique_arrays
@@ -39,6 +39,9 @@ _FEW = 4  # values, of which a grammar lists all arrays
 _PLACES = 4  # where the first item that is asked for may stand
 _MOST_SUBSETS = 70
 _DEPTH = 16
+_MOST_BESIDE = 4  # parts of an allOf that are looked at together
+_FEWER_WAYS = (4, 2, 1)  # to write out what is excluded, where all of them are far too long
+_MOST_DEPENDENT = 4  # schemas that depend on keys: each doubles the alternatives of an object
 _BRANCHING = frozenset({"anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
 
@@ -58,17 +61,20 @@ def _dynamic(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> li
     return [lowering.refer(target, at)]
 
 
-def _all_of(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    return [
-        lowering.positive(part, at.below("allOf", index))
-        for index, part in enumerate(words["allOf"])
-    ]
+def _all_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    parts = words["allOf"]
+    found = []
+    for index, part in enumerate(parts):
+        others = [*parts[:index], *parts[index + 1 :]] if len(parts) <= _MOST_BESIDE else []
+        inner = at.among({"allOf": [_without(node, "allOf"), *others]})
+        found.append(lowering.positive(part, inner.below("allOf", index)))
+    return found
 
 
 def _any_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    rest = _without(node, "anyOf")
+    rest = at.context(_without(node, "anyOf"))
     parts = [
-        lowering.positive(part, at.below("anyOf", index))
+        lowering.positive(part, at.among(_without(node, "anyOf")).below("anyOf", index))
         for index, part in enumerate(words["anyOf"])
         if not lowering.disjoint.apart(part, rest)
     ]
@@ -77,7 +83,8 @@ def _any_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
 
 def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """Each branch with the negations of the others, save those that it excludes anyway."""
-    rest = _without(node, "oneOf")
+    inner = at.among(_without(node, "oneOf"))
+    rest = at.context(_without(node, "oneOf"))
     apart = lowering.disjoint.apart
     branches = words["oneOf"]
     rivals = find_rivals(branches, rest, lowering.disjoint)
@@ -85,7 +92,7 @@ def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
     chosen = []
     for index in sorted(possible):
         branch = branches[index]
-        parts = [lowering.positive(branch, at.below("oneOf", index))]
+        parts = [lowering.positive(branch, inner.below("oneOf", index))]
         here = at._replace(types=at.types & lowering.disjoint.types(branch))
         others = frozenset[int]().union(*(rivals[index].get(kind, ()) for kind in here.types))
         for other in sorted(others & possible - {index}):
@@ -137,7 +144,7 @@ def _dependent_required(_lowering: Lowering, node: Any, words: dict[str, Any], a
 
 def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     required = set(node.get("required", ()))
-    parts = []
+    parts: list[Any] = []
     for name, schema in words["dependentSchemas"].items():
         if "object" in at.types:
             if isinstance(schema, dict) and "$ref" not in schema:
@@ -145,8 +152,24 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
                 schema = {**schema, "required": [*schema.get("required", ()), name]}
             needed = lowering.positive(schema, at.below("dependentSchemas", name))
             without = [] if name in required else [{"properties": {name: False}}]
+            bare = _without_key(needed, name)
+            if without and len(parts) >= _MOST_DEPENDENT and bare is not None:
+                reason = f"what it says holds whether or not {name!r} is there"
+                fix = "write fewer of them"
+                lowering.report.note(at.pointer, "dependentSchemas", reason, fix)
+                without, needed = [], bare
             parts.append(any_of([*without, needed]))
     return parts
+
+
+def _without_key(needed: Any, name: str) -> Any:
+    """What ``needed`` says of other keys, if that leaves objects without any; else None."""
+    if not isinstance(needed, dict) or not needed.keys() <= {"type", "properties", "required"}:
+        return None
+    if "object" not in needed.get("type", "object") or needed.get("required", [name]) != [name]:
+        return None
+    properties = needed.get("properties", {})
+    return None if False in properties.values() else {"properties": properties}
 
 
 def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
@@ -161,6 +184,11 @@ def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> 
     if high != math.inf:
         inside = at.inside()
         other = lowering.exclude(words["contains"], words.get("items", True), "contains", inside)
+    before: Any = True if high == math.inf else other
+    if low == 1 and high == math.inf and lowering.has_unique_items:
+        # Whichever is the first that is asked for: behind an equal one it could not come.
+        apart = lowering.complement(words["contains"], at.inside("contains"))
+        before = True if apart is None else apart
     exact = low == high == 0 or wanted is True
     if not exact:
         reason = f"the items asked for stand together, behind {_PLACES - 1} others at most"
@@ -168,8 +196,8 @@ def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> 
     counts = [low] if high == math.inf else sorted({low, int(min(high, low + _PLACES))})
     options: list[Any] = [{"type": sorted(at.types - {"array"})}] if at.types - {"array"} else []
     spend(_PLACES * sum(counts))
-    for count, before in itertools.product(counts, range(_PLACES)):
-        first = [True if high == math.inf else other] * before + [wanted] * count
+    for count, place in itertools.product(counts, range(_PLACES)):
+        first = [before] * place + [wanted] * count
         option: dict[str, Any] = {"type": "array", "minItems": len(first)}
         options.append(
             option
@@ -239,7 +267,11 @@ def _counts(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
         return []
     if high < len(required):
         return [_none_of("object", at)]
-    if not optional or "patternProperties" in words:
+    has_patterns = "patternProperties" in words
+    is_closed = words.get("additionalProperties", True) is False and not has_patterns
+    if is_closed and low > len({*listed, *required}):
+        return [_none_of("object", at)]
+    if not optional or has_patterns or not _are_few(optional, low, high, required):
         counts = {"minProperties": low} if low > len(required) else {}
         return [counts | ({"maxProperties": int(high)} if high < math.inf else {})]
     parts: list[Any] = []
@@ -251,16 +283,18 @@ def _counts(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
     return parts
 
 
+def _are_few(optional: list[str], low: int, high: float, required: list[str]) -> bool:
+    """Whether the choices of keys that make up the counts are written one by one."""
+    least, most = max(low - len(required), 0), high - len(required)
+    ways = [math.comb(len(optional), int(count)) for count in (least, most) if count < math.inf]
+    return least <= len(optional) and max(ways) <= _MOST_SUBSETS
+
+
 def _at_least(
     lowering: Lowering, words: dict[str, Any], optional: list[str], more: int, at: At
 ) -> list[Any]:
-    closed = words.get("additionalProperties", True) is False
-    if more > len(optional) and closed:
-        return [_none_of("object", at)]
-    if not 0 < math.comb(len(optional), more) <= _MOST_SUBSETS:
-        return _too_many(lowering, "minProperties", at)
     spend(math.comb(len(optional), more) * more)
-    if not closed:
+    if words.get("additionalProperties", True) is not False:
         reason = "the keys that are counted are those listed"
         lowering.report.note(at.pointer, "minProperties", reason, "list them under required")
     chosen = itertools.combinations(optional, more)
@@ -282,8 +316,6 @@ def _at_most(
         lowering.report.note(at.pointer, "maxProperties", reason, "list the keys")
         parts.append({"properties": dict.fromkeys(known, True), "additionalProperties": False})
     if most < len(optional):
-        if math.comb(len(optional), most) > _MOST_SUBSETS:
-            return _too_many(lowering, "maxProperties", at)
         spend(math.comb(len(optional), most) * len(optional))
         options = [
             {"properties": {name: False for name in optional if name not in kept}}
@@ -291,12 +323,6 @@ def _at_most(
         ]
         parts.append(any_of(options))
     return parts
-
-
-def _too_many(lowering: Lowering, keyword: str, at: At) -> list[Any]:
-    reason = "there are too many ways to choose the keys"
-    lowering.report.error(at.pointer, keyword, reason, "list what belongs together, with anyOf")
-    return []
 
 
 def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
@@ -475,7 +501,10 @@ def lower(
     if needs_lowering(dated):
         closed = additional == "closed"
         settings = {"harder": harder, "filtered": filtered, "closed": closed}
-        lowered = Lowering(dated, _APPLICATORS, **settings).run()
+        for ways in (None, *_FEWER_WAYS):
+            lowered = Lowering(dated, _APPLICATORS, **settings, most_ways=ways).run()
+            if all(entry.reason != TOO_LONG for entry in lowered.entries):
+                break
     if dated is not schema:
         reason = f"it can only be of an older draft, and is read as {dated['$schema']}"
         note = Unenforced("", "$schema", reason, "name its draft", "note", by_backend=False)

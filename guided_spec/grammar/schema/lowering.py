@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.languages import outside
+from guided_spec.grammar.schema.dialect import objects
 from guided_spec.grammar.schema.document import Document, Target
-from guided_spec.grammar.schema.joining import any_of, holds, join_all
+from guided_spec.grammar.schema.joining import any_of, holds, join_all, text_of
 from guided_spec.grammar.schema.key_patterns import overlapping, pattern_of, split_patterns
 from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
@@ -25,6 +26,8 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _MAX_DEPTH = 64
 _OF_SCHEMA = 12  # steps of one schema, besides those of its keywords
 _LARGEST = 1_000_000  # characters
+TOO_LONG = "written out, what excludes what is far too long"
+"""The reason why a lowered schema is given up."""
 _PLAIN = frozenset(
     {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
     | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
@@ -60,20 +63,32 @@ _INEXACT = {
 
 
 class At(NamedTuple):
-    """pointer: JSON pointer of the schema. types: those of the values that matter here."""
+    """pointer: JSON pointer of the schema. types: those of the values that matter here.
+
+    beside: schemas that hold for the same values.
+    """
 
     pointer: str = ""
     types: frozenset[str] = ALL_TYPES
     depth: int = 0
+    beside: tuple[Any, ...] = ()
 
     def below(self, *path: str | int) -> At:
         """A subschema for the same value."""
         tail = "".join(f"/{escape(str(token))}" for token in path)
-        return At(self.pointer + tail, self.types, self.depth + 1)
+        return At(self.pointer + tail, self.types, self.depth + 1, self.beside)
+
+    def among(self, rest: dict[str, Any]) -> At:
+        """Where ``rest`` holds besides."""
+        return self._replace(beside=(*self.beside, rest)) if rest else self
+
+    def context(self, rest: dict[str, Any]) -> dict[str, Any]:
+        """``rest`` and all that holds besides."""
+        return {"allOf": [rest, *self.beside]} if self.beside else rest
 
     def inside(self, *path: str | int) -> At:
         """A subschema for a part of the value, of whose type nothing is known."""
-        return self.below(*path)._replace(types=ALL_TYPES)
+        return self.below(*path)._replace(types=ALL_TYPES, beside=())
 
 
 Applicator = Callable[["Lowering", Any, dict[str, Any], At], list[Any]]
@@ -85,6 +100,7 @@ class Lowering:
 
     applicators: how each keyword that applies schemas is lowered. harder, filtered: see
     ``lower.lower``. closed: whether objects that do not say so get no further keys afterwards.
+    most_ways: in which what is excluded is written out; None for all.
     """
 
     def __init__(
@@ -95,7 +111,9 @@ class Lowering:
         harder: bool = False,
         filtered: bool = False,
         closed: bool = False,
+        most_ways: int | None = None,
     ) -> None:
+        self._most_ways = most_ways
         self.harder, self.filtered, self._closed = harder, filtered, closed
         self._applicators = applicators
         self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
@@ -107,6 +125,7 @@ class Lowering:
         self._names: dict[str, str] = {}
         self._definitions: dict[str, Any] = {}
         defs = root.get("$defs") if isinstance(root, dict) else None
+        self.has_unique_items = _has_unique_items(root)
         self._reserved = set(defs) if isinstance(defs, dict) else set()
 
     def run(self) -> Lowered:
@@ -114,7 +133,7 @@ class Lowering:
         schema = self.positive(self.document.root, At())
         spend_on_value([schema, self._definitions])
         if len(json.dumps([schema, self._definitions])) > _LARGEST:
-            reason = "written out, what excludes what is far too long"
+            reason = TOO_LONG
             self.report.error("", "oneOf", reason, "give each branch a const property of its own")
             return Lowered({}, tuple(self.report.entries))
         if self._definitions:
@@ -169,6 +188,7 @@ class Lowering:
         with self._definition(f"{target.key} {id(node)}") as name:
             if name not in self._definitions:
                 self._definitions[name] = {}
+                at = at._replace(beside=())  # elsewhere something else may hold
                 rest = {key: value for key, value in words.items() if key != "$ref"}
                 parts = self._parts(node, rest, at)
                 names = list(words)
@@ -210,7 +230,7 @@ class Lowering:
         names = self.dereference(words["propertyNames"])
         if isinstance(names, dict) and names:
             names = self.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
-        return pattern_of(names) if isinstance(names, dict) and names else None
+        return pattern_of(names, self._definitions) if isinstance(names, dict) and names else None
 
     def split_keys(self, words: dict[str, Any], at: At) -> dict[str, Any] | None:
         """The keywords with patterns of which no two match the same key, all within the names.
@@ -263,6 +283,11 @@ class Lowering:
             self.report.note(at.pointer, "format", reason, fix)
         return plain
 
+    def complement(self, node: Any, at: At) -> Any:
+        """A schema for exactly the values of ``at.types`` that ``node`` does not admit, or None."""
+        found = _negate(self, node, at)
+        return any_of(found.schemas) if found.exact else None
+
     def exclude(
         self, node: Any, beside: Any, keyword: str, at: At, shared: frozenset[str] = ALL_TYPES
     ) -> Any:
@@ -275,6 +300,9 @@ class Lowering:
         found = _negate(self, node, at._replace(types=types & shared))
         own = sorted(types - shared)
         schemas = [{"type": own}, *found.schemas] if own else found.schemas
+        if self._most_ways is not None and len(schemas) > self._most_ways:
+            schemas = sorted(schemas, key=lambda schema: len(text_of(schema)))[: self._most_ways]
+            found = found._replace(exact=False)
         if not found.exact:
             if not schemas and not self.harder:
                 reason = "there is no positive spelling of what it excludes"
@@ -284,6 +312,10 @@ class Lowering:
             reason = "more is excluded than it asks for"
             self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
         return any_of(schemas)
+
+
+def _has_unique_items(root: Any) -> bool:
+    return any(one.get("uniqueItems") is True for one in objects(root))
 
 
 def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
@@ -308,7 +340,24 @@ def _negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
             part = _negate_keyword(lowering, node, words, keyword, at)
             found += part.schemas
             exact = exact and part.exact
-    return Disjuncts(found, exact)
+    return Disjuncts([schema for schema in found if not _is_held(schema, found)], exact)
+
+
+def _is_held(schema: Any, others: Sequence[Any]) -> bool:
+    """Whether it asks for a key to be absent, where another one lets it be."""
+    name = _absent(schema)
+    return name is not None and any(
+        one is not schema and one.keys() == schema.keys() and one["properties"].keys() == {name}
+        for one in others
+        if isinstance(one, dict) and "properties" in one
+    )
+
+
+def _absent(schema: Any) -> str | None:
+    if not isinstance(schema, dict) or schema.keys() != {"type", "properties"}:
+        return None
+    names = [name for name, part in schema["properties"].items() if part is False]
+    return names[0] if names and len(schema["properties"]) == 1 else None
 
 
 def _is_void(keyword: str, value: Any) -> bool:
@@ -363,7 +412,8 @@ def _of_reference(lowering: Lowering, words: dict[str, Any], keyword: str, at: A
     known, key = lowering.negated, (id(target.schema), at.types)
     if key not in known:
         known[key] = Disjuncts([], exact=False)  # within itself, where it has no end
-        known[key] = _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
+        alone = at._replace(depth=at.depth + 1, beside=())
+        known[key] = _negate(lowering, target.schema, alone)
     return known[key]
 
 
@@ -402,8 +452,10 @@ def _of_object(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) 
             found = _negate(lowering, part, at.inside("properties", name))
             exact = exact and found.exact
             if found.schemas:
-                properties = {name: any_of(found.schemas)}
-                schemas.append({"type": "object", "properties": properties, "required": [name]})
+                schema = {"type": "object", "properties": {name: any_of(found.schemas)}}
+                # Where it is required, its absence is excluded as well.
+                is_asked = name in words.get("required", ())
+                schemas.append(schema if is_asked else {**schema, "required": [name]})
     elif keyword == "dependentRequired":
         schemas = [
             {"type": "object", "properties": {name: False}, "required": [key]}

@@ -1,36 +1,59 @@
 """What references and their neighbours say of one value, as definitions of their own.
 
 llguidance joins a reference with its neighbours by itself, each time anew: it refuses
-definitions that refer to themselves so, and schemas that grow too large by it.
+definitions that refer to themselves so, and schemas that grow too large by it. A pattern of keys is
+such a neighbour of the keys that are listed and match it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from guided_spec.grammar.schema.joining import is_reference, merge_parts, text_of
+from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.languages import in_all, searched
+from guided_spec.grammar.schema.joining import (
+    any_of,
+    holds,
+    is_reference,
+    merge,
+    merge_parts,
+    text_of,
+)
 from guided_spec.grammar.schema.lowered import change_parts, find
 
 _MOST = 4_096  # definitions that are made
 
 
-def share_joined(schema: Any) -> dict[str, Any] | None:
+Alternatives = Literal["together", "apart"]
+ALTERNATIVES: tuple[Alternatives, ...] = ("together", "apart")
+"""How alternatives are shared, the less costly way first."""
+
+
+def share_joined(schema: Any, alternatives: Alternatives = "together") -> dict[str, Any] | None:
     """A lowered schema without references that have neighbours; a new value.
 
-    What cannot be joined stays as it is. None where there is nothing to join, or far too much.
+    alternatives: "apart" joins each alternative, too, with what holds for all of them. What cannot
+    be joined stays as it is. None where there is nothing to join, or far too much.
     """
     if not isinstance(schema, dict) or "$defs" not in schema:
         return None
-    sharing = _Sharing(schema)
+    sharing = _Sharing(schema, alternatives)
     shared = sharing.run()
-    return shared if sharing.names and len(sharing.names) <= _MOST else None
+    return shared if sharing.is_changed and len(sharing.names) <= _MOST else None
 
 
 class _Sharing:
-    """names: of the definitions that are made, by the texts of what they join."""
+    """names: of the definitions that are made, by the texts of what they join.
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    is_changed: whether anything is joined.
+    """
+
+    def __init__(self, root: dict[str, Any], alternatives: Alternatives) -> None:
         self.names: dict[str, str] = {}
+        self._alternatives = alternatives
+        self.is_changed = False
         self._root = root
         self._waiting: list[tuple[str, Any]] = []
 
@@ -47,8 +70,14 @@ class _Sharing:
         if not isinstance(node, dict):
             return node
         joined = self._joined(node)
+        if joined is None and self._alternatives == "apart" and _has_options_beside(node):
+            self.is_changed = True
+            return any_of([self._part(one) for one in _apart(node)])
         if joined is None:
-            return change_parts(node, lambda part, _: self._part(part))
+            apart = _with_patterns_apart(node)
+            self.is_changed |= apart is not node
+            return change_parts(apart, lambda part, _: self._part(part))
+        self.is_changed = True
         if isinstance(joined, bool):
             return joined
         text = text_of(joined)
@@ -74,3 +103,58 @@ class _Sharing:
             seen.add(part["$ref"])
             part = find(self._root, part["$ref"])
         return part
+
+
+def _has_options_beside(node: dict[str, Any]) -> bool:
+    """Whether references are alternatives next to what holds for all of them."""
+    if len(node) == 1 or "allOf" in node or "$ref" in node:
+        return False
+    return any(map(is_reference, node.get("anyOf", ())))
+
+
+def _apart(node: dict[str, Any]) -> Iterator[Any]:
+    """Each alternative of ``node`` with what holds for all of them."""
+    rest = {key: value for key, value in node.items() if key != "anyOf"}
+    for option in node["anyOf"]:
+        both = None if is_reference(option) else merge(rest, option)
+        yield {**rest, "allOf": [option]} if both is None else both
+
+
+def _with_patterns_apart(node: dict[str, Any]) -> dict[str, Any]:
+    """``node`` with patterns that match no listed key, whose schemas say what the patterns' did.
+
+    As it is where none does, or a pattern would be too long.
+    """
+    listed, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    matched = {name: [one for one in patterns if holds(one, name)] for name in listed}
+    if not any(matched.values()):
+        return node
+    try:
+        left = _outside(node, set().union(*matched.values()))
+    except (GrammarCompileError, RecursionError):
+        return node
+    joined = {}
+    for name, part in listed.items():
+        parts = {text_of(one): one for one in [part, *(patterns[one] for one in matched[name])]}
+        joined[name] = part if len(parts) == 1 else {"allOf": [*parts.values()]}
+    return {**node, "properties": joined, "patternProperties": left, "additionalProperties": False}
+
+
+def _outside(node: dict[str, Any], matching: set[str]) -> dict[str, Any]:
+    """By their patterns, the schemas of all keys of ``node`` that are not listed.
+
+    matching: patterns that match listed keys. Raises GrammarCompileError where one is too long.
+    """
+    patterns, extra = node["patternProperties"], node.get("additionalProperties", True)
+    own = f"^(?:{'|'.join(map(re.escape, node['properties']))})\\Z"
+    apart = searched(own, is_in=False)
+    left = {pattern: part for pattern, part in patterns.items() if pattern not in matching}
+    for pattern in (one for one in patterns if one in matching):
+        written = in_all([searched(pattern), apart])
+        if written in left:
+            raise GrammarCompileError("two patterns of the same keys")
+        left |= {written: patterns[pattern]} if written is not None else {}
+    # What is written may match fewer keys, which are not to become further ones.
+    outside = [searched(one, is_in=False) for one in patterns]
+    rest = None if extra is False else in_all([apart, *outside])
+    return left if rest is None else {**left, rest: extra}

@@ -20,7 +20,6 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.document import SpecDocument
@@ -408,14 +407,6 @@ def test_thousands_of_branches_are_followed() -> None:
     grammar = LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema(schema))
     assert accepts(grammar, '{"a": 4999}')
     assert not accepts(grammar, '{"a": 5000}')
-
-
-@pytest.mark.parametrize("backend", ["auto", "xgrammar", "llguidance"])
-def test_an_object_of_very_many_optional_keys_is_refused_with_its_reason(backend: str) -> None:
-    schema = {"type": "object", "properties": {f"k{i}": {"type": "null"} for i in range(501)}}
-    compiler = BackendChoice(backend, BYTES)
-    with pytest.raises(UnsupportedSchemaError, match="more than 500 of them are optional"):
-        compiler.compile(GrammarSpec.json_schema(schema))
 
 
 def test_branches_with_too_many_keys_in_all_are_refused() -> None:

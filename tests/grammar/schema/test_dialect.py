@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+import unicodedata
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from guided_spec.errors import GrammarCompileError
+from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.schema.dialect import with_categories
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.schema.prepare import lower_checked
+from guided_spec.grammar.spec import GrammarSpec
+from tests.masks.walks import BYTES, accepts, walk
+from tests.tiers import examples
 
 OLD = "http://json-schema.org/draft-04/schema#"
 LISTED = "https://json-schema.org/draft/2019-09/schema"
@@ -130,3 +140,108 @@ def test_dependencies_may_be_schemas_and_lists() -> None:
             assert is_valid(lowered, value)
         for value in ({"a": 1, "b": 1}, {"c": 1}):
             assert not is_valid(lowered, value)
+
+
+ATOMS = [
+    "\\p{L}",
+    "\\P{L}",
+    "\\p{Lu}",
+    "\\p{gc=Nd}",
+    "\\p{General_Category=Punctuation}",
+    "\\d",
+    "_",
+]
+ATOMS += ["\\P{Letter}", "\\p{Zs}", "\\]", "a-c", "\\\\", "\\p{S}"]
+CHARACTERS = st.characters(exclude_categories=["Cs"]) | st.sampled_from(
+    "aZ_\u00e9\u0663-]^\\ \u20ac"
+)
+
+
+def is_member(atom: str, char: str) -> bool:
+    """Whether a member of a class has a character, by unicodedata."""
+    if atom[:2] not in ("\\p", "\\P"):
+        return re.fullmatch(f"[{atom}]", char) is not None
+    name = atom[3:-1].rpartition("=")[2]
+    short = {"Letter": "L", "Punctuation": "P"}.get(name, name)
+    return unicodedata.category(char).startswith(short) == (atom[1] == "p")
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.sampled_from(ATOMS), min_size=1, max_size=4),
+    st.sampled_from(["[", "[^"]),
+    st.text(CHARACTERS),
+)
+def test_classes_hold_the_characters_of_their_members(
+    atoms: list[str], opening: str, text: str
+) -> None:
+    written = with_categories(f"{opening}{''.join(atoms)}]")
+    for char in text:
+        wanted = any(is_member(atom, char) for atom in atoms) == (opening == "[")
+        assert (re.fullmatch(written, char) is not None) == wanted, (atoms, char)
+    for atom in (one for one in atoms if one[:2] in ("\\p", "\\P")):
+        alone = re.compile(with_categories(f"(?:{atom})+"))
+        assert (alone.fullmatch(text) is not None) == (
+            text != "" and all(is_member(atom, char) for char in text)
+        )
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("backend", ["auto", "xgrammar", "llguidance"])
+@pytest.mark.parametrize(
+    ("pattern", "valid", "invalid"),
+    [
+        ("^[\\p{L}\\d_-]+$", ["a\u00e9\u4e2d_-7", "\u03a3"], ["", "a b", "a.", "\u20ac"]),
+        (
+            "^\\p{Lu}\\p{Ll}*(?: \\p{Lu}\\p{Ll}*)?$",
+            ["\u00c9mile Zola", "A"],
+            ["\u00e9mile", "ZolA"],
+        ),
+        ("^\\P{N}{1,3}$", ["ab", "\u00e9\u00e9"], ["a1", "\u00b2", "abcd", ""]),
+        ("^.*\\p{Sc}$", ["5 \u20ac", "$"], ["5", ""]),
+        ("^[^\\p{C}\\p{Z}]+$", ["a\u00e9!"], ["a b", "a\u00a0b", "a\u200b"]),
+        ("^\\\\p{1}$", ["\\\\p"[1:]], ["p", "\\\\pp"]),
+        ("^(?!\\p{Nd})[\\p{L}\\p{Nd}]+$", ["a1"], ["1a", "\u0663a"]),
+    ],
+)
+def test_general_categories_in_patterns(
+    backend: str, pattern: str, valid: list[str], invalid: list[str]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    schema |= {"required": ["a"]}
+    grammar = BackendChoice(backend, BYTES).compile(GrammarSpec.json_schema(schema))
+
+    def admits(text: str) -> bool:
+        return accepts(grammar, json.dumps({"a": text}, ensure_ascii=False))
+
+    assert [text for text in valid if not admits(text)] == []
+    assert [text for text in invalid if admits(text)] == []
+    written = walk(grammar, 0)
+    if written.finished:
+        text = json.loads(written.text)["a"]
+        assert re.search(with_categories(pattern), text)
+
+
+def test_keys_by_their_category() -> None:
+    schema: dict[str, Any] = {"patternProperties": {"^\\p{Lu}+$": {"type": "integer"}}}
+    schema |= {"type": "object"} | {"additionalProperties": False}
+    grammar = BackendChoice("auto", BYTES).compile(GrammarSpec.json_schema(schema))
+    assert accepts(grammar, '{"\u00c9A": 1}')
+    assert not accepts(grammar, '{"\u00e9": 1}')
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("\\p{Script=Greek}", "Script=Greek"),
+        ("[a\\p{Alphabetic}]", "Alphabetic"),
+        ("\\P{letter}", "letter"),
+        ("\\p{gc=ASCII}", "gc=ASCII"),
+        ("\\P{Any}", "no character"),
+        ("[_-\\p{L}]", "cannot end a range"),
+    ],
+)
+def test_other_properties_are_refused_by_name(pattern: str, name: str) -> None:
+    with pytest.raises(UnsupportedSchemaError, match=re.escape(name)):
+        lower_checked({"type": "string", "pattern": pattern})

@@ -20,6 +20,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.schema.dialect import for_python
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.rewrite import find_unenforced, normalize
 from guided_spec.grammar.spec import GrammarSpec
@@ -36,7 +37,7 @@ STRING = {"type": "string"}
 def check_walks(schema: Any, seeds: range) -> int:
     """Walk ``schema``'s grammar; every finished text must be valid. Returns how many finished."""
     grammar = BACKEND.compile(GrammarSpec.json_schema(schema))
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = jsonschema.Draft202012Validator(for_python(schema))
     finished = 0
     for seed in seeds:
         text = walk(grammar, seed)

@@ -67,6 +67,40 @@ def test_the_meaning_stays(root: Any, first: Any, second: Any) -> None:
         assert valid(shared, value) == valid(lowered.schema, value), (value, shared)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("extra", [False, True, {"type": "null"}])
+@pytest.mark.parametrize(
+    "beside", [{"$ref": "#/$defs/node"}, {"type": "object"}, {"required": ["x"]}]
+)
+def test_a_listed_key_that_matches_a_pattern(beside: Any, extra: Any) -> None:
+    """llguidance would join the two references, and find no end."""
+    node = {
+        "type": "object",
+        "properties": {"require": {"$ref": "#/$defs/either"}, "d1": beside, "Z": {"const": 1}},
+        "patternProperties": {"^[a-z0-9]+$": {"$ref": "#/$defs/either"}, "^[A-Y]$": {"const": 2}},
+        "additionalProperties": extra,
+    }
+    either = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "string"}]}
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node, "either": either}}
+    lowered = lower(schema, additional="schema").schema
+    shared = share_joined(lowered)
+    leaves: list[Any] = ["a", 1, 2, None, {}, {"d1": {}}, {"x": {"Z": 1}}, {"x": {"Z": 2}}]
+    names = ["require", "d1", "Z", "x", "Y", "_", "require\n", "\u0663"]
+    values = [dict([pair]) for pair in itertools.product(names, leaves)]
+    for value in values:
+        is_valid = valid(schema, value)
+        assert valid(lowered, value) == is_valid
+        assert not valid(shared, value) or is_valid
+        assert not set(value) <= {*names[:6]} or valid(shared, value) == is_valid
+    grammar = LLGuidanceBackend(BYTES).compile(
+        GrammarSpec.json_schema(schema, additional_properties="schema")
+    )
+    for value in values:
+        admitted = accepts(grammar, json.dumps(value, ensure_ascii=False))
+        assert not admitted or valid(schema, value)
+        assert not set(value) <= {*names[:6]} or admitted == valid(schema, value), value
+
+
 def test_nothing_to_join_is_nothing() -> None:
     assert share_joined({"type": "object"}) is None
     reference = {"$ref": "#/$defs/a"}

@@ -43,7 +43,7 @@ from tests.grammar.text.test_unique_keys import (
     decode,
     legal,
 )
-from tests.masks.walks import BYTES
+from tests.masks.walks import BYTES, accepts, walk
 from tests.masks.walks import EOS as END
 from tests.tiers import examples
 
@@ -457,8 +457,12 @@ def test_after_a_marker() -> None:
         (unique({"type": "number", "minimum": 1e-30}), "too many digits"),
         (unique({"enum": [1, 2, 3, 4, 1.23456789012345]}), "too many digits"),
         (
-            {"allOf": [{"$ref": "#/$defs/m"}, {"$ref": "#/$defs/m", "maxItems": 3}]},
+            {"allOf": [{"$ref": "#/$defs/m"}, {"multipleOf": 2}, {"multipleOf": 3}]},
             "joined schemas",
+        ),
+        (
+            {"allOf": [{"$ref": "#/$defs/m"}, {"items": {"enum": ["a", 1]}, "minItems": 3}]},
+            "item 2 may have no value left",
         ),
     ],
     ids=str,
@@ -469,6 +473,68 @@ def test_what_may_come_to_a_dead_end_is_refused(schema: Any, reason: str) -> Non
     found = lower({**schema, "$defs": definitions})
     assert [entry.keyword for entry in found.errors] == ["uniqueItems"]
     assert reason in found.errors[0].reason
+
+
+LISTED = {"enum": ["a", "b", "c"]}
+JOINED: list[tuple[Any, list[Any], list[Any]]] = [
+    (
+        {"allOf": [{"$ref": "#/$defs/m"}, {"items": LISTED, "maxItems": 3}]},
+        [["a", "b"], ["c", "b", "a"]],
+        [["a"], ["a", "a"], ["a", "d"], ["a", "b", "c", "a"]],
+    ),
+    (
+        {"$ref": "#/$defs/m", "items": {"minLength": 2}},
+        [["aa", "bb"], ["aa", "bb", "cc"]],
+        [["aa", "aa"], ["aa", "b"], ["aa"]],
+    ),
+    (
+        {
+            "type": "array",
+            "uniqueItems": True,
+            "anyOf": [
+                {"items": LISTED, "minItems": 2},
+                {"prefixItems": [{"const": 1}, INTEGER], "minItems": 2, "items": False},
+            ],
+        },
+        [["a", "b"], [1, 2], [1, 0]],
+        [["a", "a"], [1, 1], [1], ["a"], [1, 2, 3]],
+    ),
+    (
+        {
+            "allOf": [
+                {"type": "array", "prefixItems": [STRING, LISTED], "uniqueItems": True},
+                {"prefixItems": [LISTED], "items": STRING, "minItems": 3},
+            ]
+        },
+        [["a", "b", "x"], ["b", "a", "x", "y"]],
+        [["a", "a", "x"], ["a", "b", "a"], ["x", "a", "y"], ["a", "b"]],
+    ),
+    (
+        {
+            "allOf": [
+                {"anyOf": [{"type": "string"}, {"type": "array", "items": LISTED}]},
+                {"anyOf": [{"$ref": "#/$defs/m"}, {"type": "null"}]},
+            ]
+        },
+        [["a", "b"]],
+        [["a", "a"], "a", None, ["a", "d"]],
+    ),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("schema", "valid", "invalid"), JOINED, ids=range(len(JOINED)))
+def test_the_items_of_joined_arrays_are_unique(
+    schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    schema = {**schema, "$defs": {"m": unique(STRING, minItems=2)}}
+    grammar = BackendChoice("auto", BYTES).compile(GrammarSpec.json_schema(schema))
+    assert all(accepts(grammar, json.dumps(value)) for value in valid)
+    assert not any(accepts(grammar, json.dumps(value)) for value in invalid)
+    for seed in range(6):
+        written = walk(grammar, seed)
+        if written.finished:
+            jsonschema.validate(json.loads(written.text), schema)
 
 
 def test_alternatives_of_one_place_share_what_one_asks_for() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.joining import merge_parts
+from guided_spec.grammar.schema.values import keep_valid
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _OF_PLACE = 16  # steps
@@ -60,7 +61,7 @@ class Amounts:
 
     def lacking(self, node: dict[str, Any], length: int) -> Iterator[str]:
         """Which of the first ``length`` items may have no value left, whatever comes before."""
-        before: list[_Amount] = []
+        before: list[tuple[Any, _Amount]] = []
         if "items" not in node and "prefixItems" not in node:
             return
         for at in range(int(min(length, node.get("maxItems", length)))):
@@ -68,11 +69,11 @@ class Amounts:
             found = self._of({} if item is None else item, 0)
             if found.least >= _ENOUGH and at >= len(node.get("prefixItems", ())):
                 return
-            taken = sum(not _are_apart(found, other) for other in before)
+            taken = sum(not _are_apart(found, *other) for other in before)
             if taken and found.least <= taken:
                 yield f"item {at + 1} may have no value left, of the {found.least:g} that are known"
                 return
-            before.append(found)
+            before.append((item, found))
 
     def _of(self, node: Any, depth: int) -> _Amount:
         spend(_OF_PLACE)
@@ -84,7 +85,7 @@ class Amounts:
             return self._of(merge_parts(node, self._target), depth + 1)
         values = listed_in(node)
         if values is not None:
-            return _oflisted_in(node, values)
+            return _of_listed(node, values)
         if "$ref" in node:
             return self._of(self._target(node), depth + 1)
         if "anyOf" in node:
@@ -133,26 +134,14 @@ class Amounts:
         return _Amount(max(found.values(), default=1))
 
 
-def _oflisted_in(node: dict[str, Any], values: Sequence[Any]) -> _Amount:
-    if node.keys() - {"enum", "const", "type", "title", "description", "default", "$comment"}:
-        return _Amount(0)
+def _of_listed(node: dict[str, Any], values: list[Any]) -> _Amount:
     spend_on_value(values)
-    types = node.get("type")
-    kept = [value for value in values if types is None or _is_of(value, types)]
+    rest = {key: value for key, value in node.items() if key not in ("enum", "const")}
+    kept = keep_valid(values, rest)
+    if kept is None:
+        return _Amount(0)
     found = frozenset(map(text_of_item, kept))
     return _Amount(len(found), found)
-
-
-def _is_of(value: Any, types: str | list[str]) -> bool:
-    named = [types] if isinstance(types, str) else types
-    if value is None:
-        return "null" in named
-    if isinstance(value, bool):
-        return "boolean" in named
-    if isinstance(value, int | float):
-        return "number" in named or ("integer" in named and float(value).is_integer())
-    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
-    return kinds[type(value)] in named
 
 
 def _either(found: Sequence[_Amount]) -> _Amount:
@@ -164,10 +153,14 @@ def _either(found: Sequence[_Amount]) -> _Amount:
     return _Amount(max([len(values), *(amount.least for amount in found)]))
 
 
-def _are_apart(one: _Amount, other: _Amount) -> bool:
-    return (
-        one.values is not None and other.values is not None and one.values.isdisjoint(other.values)
-    )
+def _are_apart(one: _Amount, schema: Any, other: _Amount) -> bool:
+    """Whether no value of one amount is one of ``other``, which ``schema`` has."""
+    if one.values is None:
+        return False
+    if other.values is not None and one.values.isdisjoint(other.values):
+        return True
+    values = [json.loads(text) for text in sorted(one.values)]
+    return isinstance(schema, dict) and keep_valid(values, schema) == []
 
 
 def _of_number(kind: str, node: dict[str, Any]) -> _Amount:
@@ -196,9 +189,14 @@ def _of_string(node: dict[str, Any]) -> _Amount:
         return _Amount(math.inf if high == math.inf else 90 if high >= 1 else 1)
     if high < math.inf or "minLength" in node:
         return _Amount(0)
+    return _Amount(texts_of(pattern))
+
+
+def texts_of(pattern: str) -> float:
+    """How many different texts a pattern surely matches, if it covers the whole text."""
     if _LOOKS.search(pattern) or _ANY_CASE.search(pattern):
-        return _Amount(0)
-    return _Amount(_of_parts(RE_PARSER.parse(pattern)))
+        return 0
+    return _of_parts(RE_PARSER.parse(pattern))
 
 
 def _of_parts(parts: Sequence[Any]) -> float:

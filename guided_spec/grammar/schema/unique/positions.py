@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.recipe import ItemRule, ItemRules
+from guided_spec.grammar.schema.joining import merge
 from guided_spec.grammar.schema.lowered import Unenforced, all_parts, change_parts, unescape
 from guided_spec.grammar.schema.unique.amounts import Amounts, listed_in, of_index, text_of_item
 from guided_spec.grammar.schema.values import values_within
@@ -22,7 +23,8 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _MOST_PLACES = 4_096
 _OF_PLACE = 16  # steps
 _DEPTH = 12
-_ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
+_MOST_BRANCHES = 256
+_COMBINED = frozenset({"allOf", "anyOf", "$ref"})
 _OF_STRINGS = frozenset({"pattern", "maxLength", "format"})
 _COUNTS = frozenset({"minProperties", "maxProperties"})
 _PARTED = frozenset({"anyOf", "$ref"})
@@ -255,20 +257,52 @@ class _Positions:
         place = self._places[at]
         if any(map(_repeats, place.nodes)):
             yield "an array listed here has equal items", "leave it out"
-        arrays = [
-            node for node in place.nodes if _may_be_array(node) and not _ARRAY.isdisjoint(node)
-        ]
-        low = max((int(node.get("minItems", 0)) for node in arrays), default=0)
-        length = max([low, *(len(node.get("prefixItems", ())) for node in arrays)])
-        if length < 2:
-            return
-        if any(_is_joined(node) for node in place.nodes):
-            yield "minItems asks for several items of joined schemas", "write them as one schema"
-            return
         amounts = Amounts(self._target)
-        for node in arrays:
-            for reason in amounts.lacking(node, length):
-                yield reason, "allow more values for each item, or set minItems to 1"
+        for base in place.bases:
+            branches = self._branches(base, 0)
+            if branches is None and self._asks_for_several(place.nodes):
+                yield (
+                    "minItems asks for several items of joined schemas",
+                    "write them as one schema",
+                )
+                return
+            for node in branches or ():
+                length = max(int(node.get("minItems", 0)), len(node.get("prefixItems", ())))
+                if _may_be_array(node) and length >= 2 and listed_in(node) is None:
+                    for reason in amounts.lacking(node, length):
+                        yield reason, "allow more values for each item, or set minItems to 1"
+
+    def _asks_for_several(self, nodes: Sequence[dict[str, Any]]) -> bool:
+        arrays = [node for node in nodes if _may_be_array(node)]
+        lengths = [int(node.get("minItems", 0)) for node in arrays]
+        return max([*lengths, *(len(node.get("prefixItems", ())) for node in arrays)]) >= 2
+
+    def _branches(self, node: Any, depth: int) -> list[dict[str, Any]] | None:
+        """Schemas without references and combinators, of which any holds where ``node`` does.
+
+        None where these are many, or not plain to see.
+        """
+        if not isinstance(node, dict):
+            return [] if node is False else [{}]
+        spend(_OF_PLACE)
+        if depth > _DEPTH:
+            return None
+        found: list[Any] = [{name: part for name, part in node.items() if name not in _COMBINED}]
+        target = [self._target(node)] if "$ref" in node else []
+        groups = [[part] for part in (*node.get("allOf", ()), *target)]
+        for options in [*groups, *([node["anyOf"]] if "anyOf" in node else [])]:
+            inner = [self._branches(option, depth + 1) for option in options]
+            if (
+                None in inner
+                or len(found) * sum(len(part or ()) for part in inner) > _MOST_BRANCHES
+            ):
+                return None
+            flat = [branch for part in inner for branch in part or ()]
+            joined = [merge(one, other) for one in found for other in flat]
+            if None in joined:
+                return None
+            found = [branch for branch in joined if isinstance(branch, dict)]
+        return found
 
 
 def _entries_of(reasons: Any, pointer: str) -> Iterator[Unenforced]:
@@ -333,13 +367,6 @@ def _is_endless(node: dict[str, Any], *, has_free_strings: bool) -> bool:
     has_low, has_high = (not bounds.isdisjoint(node) for bounds in _SIDES)
     is_bounded = (has_low and has_high) or "multipleOf" in node
     return ("integer" in types or "number" in types) and not is_bounded and listed_in(node) is None
-
-
-def _is_joined(node: dict[str, Any]) -> bool:
-    """Whether several schemas hold together for one array."""
-    if "allOf" in node:
-        return True
-    return not _ARRAY.isdisjoint(node) and not {"$ref", "anyOf"}.isdisjoint(node)
 
 
 def _repeats(node: dict[str, Any]) -> bool:
