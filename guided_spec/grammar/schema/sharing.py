@@ -59,7 +59,9 @@ class _Sharing:
 
     def run(self) -> dict[str, Any]:
         own = {key: value for key, value in self._root.items() if key != "$defs"}
-        shared: dict[str, Any] = self._part(own)
+        shared: Any = self._part(own)
+        if isinstance(shared, bool):
+            shared = {} if shared else {"enum": []}
         definitions = {name: self._part(part) for name, part in self._root["$defs"].items()}
         while self._waiting and len(self.names) <= _MOST:
             name, joined = self._waiting.pop()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.sharing import share_joined
@@ -99,6 +100,14 @@ def test_a_listed_key_that_matches_a_pattern(beside: Any, extra: Any) -> None:
         admitted = accepts(grammar, json.dumps(value, ensure_ascii=False))
         assert not admitted or valid(schema, value)
         assert not set(value) <= {*names[:6]} or admitted == valid(schema, value), value
+
+
+@pytest.mark.parametrize("alternatives", ["together", "apart"])
+def test_a_whole_without_values_has_none(alternatives: Any) -> None:
+    schema = {"enum": [], "$ref": "#", "$defs": {}}
+    assert share_joined(schema, alternatives) == {"enum": [], "$defs": {}}
+    with pytest.raises(GrammarCompileError):
+        LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema(schema))
 
 
 def test_nothing_to_join_is_nothing() -> None:
