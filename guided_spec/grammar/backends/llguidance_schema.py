@@ -27,7 +27,7 @@ from guided_spec.grammar.schema.lowered import (
     escape,
     unescape,
 )
-from guided_spec.grammar.schema.values import keep_valid, values_within
+from guided_spec.grammar.schema.values import inner_bounds, keep_valid, values_within
 from guided_spec.grammar.steps import spend, spend_on_value
 
 MOST_ITEMS = 2**14
@@ -46,6 +46,7 @@ _KEPT = HOLDS_PARTS | frozenset(
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_DECIMALS = 15  # of a bound
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _LARGEST = 2**53
 _MAX_DEPTH = 128
@@ -254,9 +255,17 @@ def _categories(items: Any) -> bool:
 
 
 def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with the largest exact bounds for those beyond, which often mean no limit."""
-    wide = {name: math.copysign(_LARGEST, schema[name]) for name in _widest(schema)}
-    return {**schema, **{name: int(value) for name, value in wide.items()}} if wide else schema
+    """``schema`` with bounds that are right for a number as it is read.
+
+    Bounds beyond the exact numbers often mean no limit.
+    """
+    wide = {name: int(math.copysign(_LARGEST, schema[name])) for name in _widest(schema)}
+    schema = {**schema, **wide}
+    bounds = {name: schema[name] for name in _NUMBERS[:4] if name in schema}
+    if not bounds or "number" not in schema.get("type", "number"):
+        return schema
+    others = {name: value for name, value in schema.items() if name not in bounds}
+    return {**others, **inner_bounds(bounds, _DECIMALS)}
 
 
 def _widest(schema: dict[str, Any]) -> list[str]:

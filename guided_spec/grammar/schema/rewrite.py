@@ -35,13 +35,20 @@ from guided_spec.grammar.schema.lowered import (
     escape,
     find,
 )
-from guided_spec.grammar.schema.values import constant, keep_valid, values_within
+from guided_spec.grammar.schema.values import (
+    constant,
+    inner_bounds,
+    keep_valid,
+    values_within,
+)
 from guided_spec.grammar.steps import spend, spend_on_value
 
 _MAX_VALUES = 1000
 _OF_SCHEMA = 12  # steps of one schema
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1
+_DECIMALS = 6  # of the backend's numbers
+_EXACT, _STRICT = 2**53, 2**32  # up to here floats hold whole numbers, and six decimals
 
 
 def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
@@ -112,13 +119,26 @@ def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Repor
         if step is not None:
             fix = "list the values with enum, or use an integer type"
             report.error(pointer, "multipleOf", "the backend ignores it for numbers", fix)
-        bounds = {k: v for k, v in words.items() if k != "multipleOf"}
+        bounds = _exact_bounds({k: v for k, v in words.items() if k != "multipleOf"})
+        if math.inf in bounds.values() or -math.inf in bounds.values():
+            return False
         if bounds:
             reason = "numbers have six decimals at most, and no exponent"
             fix = "choose the backend llguidance for more decimals"
             report.note(pointer, next(iter(bounds)), reason, fix)
         return {"type": kind, **bounds} if _has_number(bounds) else False
     return _rewrite_integer(words, pointer, report)
+
+
+def _exact_bounds(bounds: dict[str, Any]) -> dict[str, Any]:
+    """Bounds next to which no number of six decimals is read as another one."""
+    most = {name: _STRICT if name.startswith("exclusive") else _EXACT for name in bounds}
+    exact = {name: bound for name, bound in bounds.items() if abs(bound) <= most[name]}
+    others = {name: bound for name, bound in bounds.items() if name not in exact}
+    for name, bound in inner_bounds(others, _DECIMALS).items():
+        tighter = max if name == "minimum" else min
+        exact[name] = tighter(exact.get(name, bound), bound)
+    return exact
 
 
 def _has_number(bounds: dict[str, Any]) -> bool:

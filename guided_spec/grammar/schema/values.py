@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ _RUN = re.compile(r"\^\[(\^?)((?:\\.|[^\\\]])+)\][+*]\$")
 _OTHER = "é"  # stands for everything beyond ASCII
 _ASCII = [chr(code) for code in range(128)]
 _DEPTH = 8
+_DIGITS = 15  # of a decimal number that a float keeps
 # Steps of what a pattern begins with, of what a schema demands, and of one proof.
 _OF_FIRST, _OF_DEMANDS, _OF_PROOF = 24, 6, 12
 _MOST_STEPS = 20_000  # of one document; beyond, nothing is known to be disjoint
@@ -437,3 +439,37 @@ class Disjointness:
         if extra is False:
             names = set(properties)
             found.names = names if found.names is None else found.names & names
+
+
+def inner_bounds(bounds: Mapping[str, float], most_decimals: int) -> dict[str, float]:
+    """Bounds that include themselves, of digits that a float keeps, no wider than ``bounds``.
+
+    Numbers are read as floats, so 5.00000000000000000001 is none above 5, and backends take bounds
+    of too many digits for others. What is within the result is within ``bounds`` once it is read.
+    Infinite where no number is.
+
+    most_decimals: of the result.
+    """
+    found = dict[str, float]()
+    for name, bound in bounds.items():
+        is_strict = name.startswith("exclusive")
+        if name in ("minimum", "exclusiveMinimum"):
+            inner = _inner_lower(bound, most_decimals, is_strict=is_strict)
+            found["minimum"] = max(found.get("minimum", inner), inner)
+        else:
+            inner = -_inner_lower(-bound, most_decimals, is_strict=is_strict)
+            found["maximum"] = min(found.get("maximum", inner), inner)
+    never = {"minimum": -math.inf, "maximum": math.inf}  # such a bound says nothing
+    return {name: bound for name, bound in found.items() if bound != never[name]}
+
+
+def _inner_lower(bound: float, most_decimals: int, *, is_strict: bool) -> float:
+    exponent = math.floor(math.log10(abs(bound))) if bound else -most_decimals
+    step = Fraction(10) ** max(exponent + 1 - _DIGITS, -most_decimals)
+    number = Fraction(bound) // step * step
+    try:
+        while (read := float(number)) < bound or (is_strict and read == bound):
+            number += step
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return int(number) if number.denominator == 1 else read

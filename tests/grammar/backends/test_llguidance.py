@@ -288,7 +288,6 @@ def test_the_style_matcher_fixes_the_whitespace() -> None:
             UnsupportedSchemaError,
             "/items: not",
         ),
-        (GrammarSpec.json_schema({"minProperties": 2}), UnsupportedSchemaError, "repeat"),
         (GrammarSpec.json_schema({"enum": ["\x01"]}), UnsupportedSchemaError, "control"),
         (GrammarSpec.json_schema({"enum": [2**60]}), UnsupportedSchemaError, "rounded"),
         (GrammarSpec.json_schema({"multipleOf": 0.1}), UnsupportedSchemaError, "step"),

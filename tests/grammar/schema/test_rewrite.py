@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import re
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +287,53 @@ def test_integers_have_bounds_of_64_bits(
     grammar = BackendChoice(name, BYTES).compile(spec)
     assert [value for value in values if not accepts(grammar, str(value))] == []
     assert [value for value in others if accepts(grammar, str(value))] == []
+
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+CHOICES = {name: BackendChoice(name, BYTES) for name in ("xgrammar", "llguidance")}
+SIZES = [0, 1e-9, 0.1, 5, 497.21666716, 644051.08, 2**33, 2**40, 2**52, 2**53, 2**64, 1e300]
+CLOSE = ["0", "1e-25", "1e-17", "1e-12", "3e-7", "1e-6", "3e-6", "0.5", "1", "3000"]
+
+
+@pytest.mark.parametrize("backend", CHOICES)
+@given(
+    st.sampled_from(BOUNDS),
+    st.builds(operator.mul, st.sampled_from(SIZES), st.just(1) | st.floats(0.1, 1)),
+    st.sampled_from([1, -1]),
+    st.lists(st.integers(-9, 9), min_size=1, max_size=3),
+)
+def test_numbers_are_within_their_bounds_as_they_are_read(
+    backend: str, name: str, size: float, sign: int, steps: list[int]
+) -> None:
+    schema = {"type": "number", name: sign * size}
+    try:
+        grammar = CHOICES[backend].compile(GrammarSpec.json_schema(schema))
+    except UnsupportedSchemaError:
+        assert backend == "llguidance"
+        assert size >= 2**53
+        return
+    validator = jsonschema.Draft202012Validator(schema)
+    with localcontext(prec=400):
+        for step, close, decimals in product((0, *steps), CLOSE, (0, 6, 20, 26)):
+            number = round(Decimal(sign * size) + step * Decimal(close), decimals)
+            text = format(number, "f")
+            assert not accepts(grammar, text) or validator.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize("backend", CHOICES)
+def test_numbers_go_on_at_their_bounds(backend: str) -> None:
+    def takes(text: str, **bounds: float) -> bool:
+        schema = {"type": "number", **bounds}
+        return accepts(CHOICES[backend].compile(GrammarSpec.json_schema(schema)), text)
+
+    assert takes("0.1", minimum=0.1)
+    assert takes("0.1", maximum=0.1)
+    assert takes("5.000001", exclusiveMinimum=5)
+    assert takes("0", maximum=2**64)
+    assert takes("-1.5", minimum=-1e300, maximum=0)
+    assert not takes("0", exclusiveMinimum=0, exclusiveMaximum=1)
+    assert not takes("1099511627776.000001", exclusiveMinimum=2**40)
+    assert takes("1099511627776.02", exclusiveMinimum=2**40)
 
 
 def test_what_narrowing_has_emptied_is_unsupported_not_unsatisfiable() -> None:
