@@ -112,7 +112,8 @@ def narrower_scalars(lowered: Lowered) -> list[Unenforced]:
             notes.setdefault("type", Unenforced("", "type", reason, fix, "note"))
         bound = next((name for name in _NUMBERS[:4] if name in words), None)
         if bound is not None and "number" in words.get("type", "number"):
-            reason, fix = "numbers between bounds have no exponent", "leave the bounds out"
+            reason = "numbers between bounds have no exponent, and at strict ones 15 decimals"
+            fix = "leave the bounds out"
             notes.setdefault("number", Unenforced("", bound, reason, fix, "note"))
         if wide := _widest(words):
             reason, fix = "no numbers beyond 2**53 are written", "leave the bound out"

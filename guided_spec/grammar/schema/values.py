@@ -464,12 +464,21 @@ def inner_bounds(bounds: Mapping[str, float], most_decimals: int) -> dict[str, f
 
 
 def _inner_lower(bound: float, most_decimals: int, *, is_strict: bool) -> float:
-    exponent = math.floor(math.log10(abs(bound))) if bound else -most_decimals
-    step = Fraction(10) ** max(exponent + 1 - _DIGITS, -most_decimals)
-    number = Fraction(bound) // step * step
     try:
+        step = _step_at(bound, most_decimals)
+        number = Fraction(bound) // step * step
         while (read := float(number)) < bound or (is_strict and read == bound):
             number += step
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.copysign(math.inf, bound)
     return int(number) if number.denominator == 1 else read
+
+
+def _step_at(bound: float, most_decimals: int) -> Fraction:
+    """Between numbers of digits that a float keeps; whole numbers and floats keep more."""
+    if abs(bound) > 2**53:
+        return Fraction(math.ulp(float(bound)))
+    if abs(bound) >= 10**_DIGITS:
+        return Fraction(1)
+    exponent = math.floor(math.log10(abs(bound))) if bound else -most_decimals
+    return Fraction(10) ** max(exponent + 1 - _DIGITS, -most_decimals)
