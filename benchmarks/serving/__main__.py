@@ -66,10 +66,10 @@ def serving(
     json-unique:tokens=400, documents:share=0.5:temperature=0.7, regex:part=0.5.
     """
     with failures_as_messages():
-        times = (request_rate, burstiness, None, seconds)
-        pattern = Pattern(*times, output_len, temperature, seed)
         default = Asked("", 1.0, 1.0, output_len, temperature)
         cells = _cells(max_concurrency, num_prompts, read_datasets(datasets, default))
+        times = (request_rate, burstiness, cells[0].clients, seconds)
+        pattern = Pattern(*times, output_len, temperature, seed)
         vllm = VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs)
         plan = GpuPlan(model=None if work else model or bundled_asset("target"), work=work)
         with folders(plan, stderr().print) as (folder, head):

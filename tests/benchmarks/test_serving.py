@@ -249,3 +249,14 @@ def test_each_size_is_sent_its_own(vllm: str, tmp_path: Path) -> None:
     found = json.loads(output.read_text())
     assert [(one["clients"], one["requests"]) for one in found] == [(1, 2), (1, 1), (2, 3), (2, 2)]
     assert [one["correct"] for one in found] == [100.0, None, 100.0, None]
+
+
+def test_clients_go_on_for_some_time(vllm: str, tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    arguments = ["--servers", vllm, "--datasets", "choice", "--num-prompts", "1"]
+    arguments += ["--max-concurrency", "1", "--seconds", "0.3", "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(output.read_text())
+    assert (found["failed"], found["correct"]) == (0, 100.0)
+    assert found["requests"] > 1  # the only prompt again
