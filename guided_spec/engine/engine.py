@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -44,8 +45,9 @@ class Engine:
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
 
-    Attributes: model, proposer, config, as they were passed. target: of the model. planner: of the
-        next step. in_flight: what the last round left to the next one.
+    Attributes: model, proposer, as they were passed. config: likewise, with K = 0 where the
+        proposer never drafts. target: of the model. planner: of the next step. in_flight: what the
+        last round left to the next one.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Engine:
         config: EngineConfig,
         window: CaptureWindow | None = None,
     ) -> None:
+        if not proposer.may_draft(config.num_draft_tokens):  # no lengths to choose from
+            config = replace(config, num_draft_tokens=0)
         self.model, self.config, self.proposer = model, config, proposer
         self._window = window or CaptureWindow()
         # Who drafts nothing asks for no hidden states.

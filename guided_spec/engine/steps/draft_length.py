@@ -11,7 +11,7 @@ host: ``PLAIN`` steps draft nothing at all.
 
 Steps that only decode take the length with the most tokens a second. Where prompts are read in the
 same forward, each token of a draft costs more, and its time is worth what the best of the other
-steps would generate in it.
+steps would generate in it. The host does more in such steps, so their times are kept apart.
 
 Where a text depends on its drafts, their length must not depend on other texts: the caller ensures
 this (docs/exactness.md).
@@ -209,6 +209,7 @@ class DraftLengthPolicy:
         self._acceptance = _Acceptance(num_draft_tokens, has_more=has_more)
         self._states: dict[int, _SizeState] = {}
         self._rest = {length: _Rest() for length in self.lengths}
+        self._reading = {length: _Rest() for length in self.lengths}  # of steps with prompts
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
@@ -233,12 +234,14 @@ class DraftLengthPolicy:
         state, self._last = self._state(batch), step
         state.unseen += 1
         self._acceptance.add(step.num_drafted, step.accepted, step.num_new)
-        if step.num_read:  # and more is done for a prompt than to read it
-            return
-        state.left, rest = max(0, state.left - 1), self._rest.get(step.num_drafted)
+        if not step.num_read or state.num_drafted == state.kept:  # a trial has to be measured
+            state.left = max(0, state.left - 1)
+        rest = (self._reading if step.num_read else self._rest).get(step.num_drafted)
         # The step after one with prompts waits until the drafter has read them: it counts less.
-        if rest is not None and (not has_read or rest.of(batch, may_extrapolate=False) is None):
-            rest.add(batch, step.seconds - self._forward(batch, step.num_drafted))
+        counts = step.num_read > 0 or not has_read
+        if rest is not None and (counts or rest.of(batch, may_extrapolate=False) is None):
+            forward = self._forward(batch, step.num_drafted, step.num_read)
+            rest.add(batch, step.seconds - forward)
 
     def _state(self, num_texts: int) -> _SizeState:
         key = bucket(num_texts, ROW_SIZES)
@@ -254,9 +257,10 @@ class DraftLengthPolicy:
             return
         state.unseen, state.wait = 0, min(2 * state.wait, LONGEST)
         self._acceptance.forget(self._last.num_drafted)
-        for length, rest in self._rest.items():
+        for length in self.lengths:
             if length != self._last.num_drafted:
-                rest.forget(num_texts)
+                self._rest[length].forget(num_texts)
+                self._reading[length].forget(num_texts)
 
     def _choose(self, state: _SizeState, num_texts: int) -> None:
         now = state.num_drafted
@@ -273,23 +277,24 @@ class DraftLengthPolicy:
     def _with_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
         """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
-        rest = {length: self._rest_of(length, num_texts) for length in self.lengths}
-        if all(seconds is None for seconds in rest.values()):  # each step reads
+        known = [one for one in self.lengths if self._rest_of(one, num_texts) is not None]
+        if not known:  # each step reads
             return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
-        least = rest[kept]
-        if not self._times or least is None:
+        own = self._reading[kept].of(num_texts, may_extrapolate=True)
+        if not self._times or own is None:
             return kept
-        worth = num_texts / max(self._speed(length, num_texts) for length in self.lengths)
+        worth = num_texts / max(self._speed(length, num_texts) for length in known)
 
-        def saved(length: int) -> float:
-            """Seconds. A length that was not measured takes at most as long as the kept one."""
-            known = rest[length]
-            taken = self._forward(num_texts, length, num_read) + (least if known is None else known)
-            return worth * tokens(length) - taken
+        def seconds(length: int) -> float:
+            """A lower bound where it was not measured, so that it is tried."""
+            rest = self._reading[length].of(num_texts, may_extrapolate=True)
+            least = own * max(0, length) / max(1, kept) if rest is None else rest
+            return self._forward(num_texts, length, num_read) + least
 
-        best = max((one for one in self.lengths if one <= kept), key=saved)
-        whole = least + self._forward(num_texts, kept, num_read)
-        return best if saved(best) - saved(kept) > GAIN * whole else kept
+        shorter = [length for length in self.lengths if length <= kept]
+        best = max(shorter, key=lambda length: worth * tokens(length) - seconds(length))
+        saved = seconds(kept) - seconds(best) - worth * (tokens(kept) - tokens(best))
+        return best if saved > GAIN * seconds(kept) else kept
 
     def _speed(self, length: int, num_texts: int) -> float:
         """Tokens a second of steps that read no prompts."""
