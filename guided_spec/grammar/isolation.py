@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from guided_spec.grammar.steps import StepsSpentError, limit_steps
 from guided_spec.home import Home
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
+    from guided_spec.grammar.completion.deferred_endings import HandedRules
     from guided_spec.grammar.completion.rule_endings import ReadRules
     from guided_spec.grammar.completion.rules import RuleSource
     from guided_spec.grammar.completion.spelling import Spellings
@@ -53,11 +55,15 @@ _OUT_OF_MEMORY = "out of memory"  # what else comes is no text
 # What the native code is refused comes as one of its own errors: memory, or that of a thread.
 _SIGNS_OF_NO_MEMORY = ("bad_alloc", "Resource temporarily unavailable")
 # They load torch, for two seconds.
-_OF_JOBS = ("guided_spec.grammar.completion.endings", "guided_spec.grammar.tables.table")
+_OF_JOBS = (
+    "guided_spec.grammar.completion.deferred_endings",
+    "guided_spec.grammar.tables.table",
+)
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
 _TRIES = 3  # workers that may be killed over one job, of which one may have been dead before
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # by somebody else
 _LONGEST_RECIPE = 2**24  # bytes
+_LONGEST_WAIT = 2**31 - 1  # milliseconds that ``select.poll`` takes
 _NICENESS = 10  # of a worker: the threads of a forward wait for each other, and must not for it
 _LONGEST_RULES = 2**20  # bytes, which are read back in some 20 ms
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
@@ -257,6 +263,8 @@ class _Worker:
             stderr=subprocess.DEVNULL,  # the native compiler's warnings, seen here once more
             start_new_session=True,  # Ctrl-C is for the parent
         )
+        self._reply = select.poll()  # the connection's own poll makes a new selector each time
+        self._reply.register(self._connection.fileno(), select.POLLIN)
         home = Home("worker")
         self.end = home.finalize(self, _end_process, self.process, self._connection)
 
@@ -289,7 +297,7 @@ class _Worker:
         """
         try:
             self._connection.send((job, importable_backends()))
-            if not self._connection.poll(job.seconds):
+            if not self._reply.poll(min(1000 * job.seconds, _LONGEST_WAIT)):
                 raise _refuse(job, f"compile_seconds={job.limits.compile_seconds:g}")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -359,7 +367,7 @@ class TriedOut(NamedTuple):
 
     recipe: Recipe | None
     warnings: tuple[str, ...] = ()
-    rules: ReadRules | Exception | None = None
+    rules: HandedRules | Exception | None = None
 
 
 class _Reading(NamedTuple):
@@ -421,25 +429,39 @@ class _Bench:
             return TriedOut(_recipe_of(job, compiled), tuple(texts), rules)
         return proven_table(tabled_part(compiled), self._spellings.of(frozenset()), job.tables)
 
-    def _rules_of(self, compiled: CompiledGrammar) -> ReadRules | Exception:
+    def _rules_of(self, compiled: CompiledGrammar) -> HandedRules | Exception:
+        from guided_spec.grammar.completion.deferred_endings import HandedRules
         from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
+        from guided_spec.grammar.completion.rule_endings import read_source
         from guided_spec.grammar.completion.rules import source_of
 
         try:
-            return self._read(source_of(compiled))
+            source = source_of(compiled)
+            spelling = self._spellings.of(source.named)
+            found = read_source(source, spelling)
+            if not found.agrees(compiled, source.named, self._spellings.of(frozenset())):
+                raise UnreadableGrammarError("its matchers begin with other tokens")
+            handed = HandedRules.pack(found, spelling, source.named)
+            _require_short(handed.rules)
         except (UnreadableGrammarError, EndLostError) as error:
             return error.with_traceback(None)
+        return handed
 
     def _read(self, source: RuleSource) -> ReadRules:
-        from guided_spec.grammar.completion.endings import UnreadableGrammarError
         from guided_spec.grammar.completion.rule_endings import read_source
 
         spelling = self._spellings.of(source.named)
         found = read_source(source, spelling)
         found.shortest.by_tokens(spelling.num_tokens)  # goes along
-        if len(pickle.dumps(found)) > _LONGEST_RULES:
-            raise UnreadableGrammarError("its rules are too long to be handed over")
+        _require_short(pickle.dumps(found))
         return found
+
+
+def _require_short(rules: bytes) -> None:
+    from guided_spec.grammar.completion.endings import UnreadableGrammarError
+
+    if len(rules) > _LONGEST_RULES:
+        raise UnreadableGrammarError("its rules are too long to be handed over")
 
 
 def _recipe_of(job: _Job, compiled: CompiledGrammar) -> Recipe | None:

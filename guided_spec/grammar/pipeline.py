@@ -23,6 +23,7 @@ from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.redundancy import redundancies_of
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.deferred_endings import HandedRules
 from guided_spec.grammar.completion.rule_endings import ReadRules
 from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import Spelling
@@ -334,7 +335,7 @@ class _Compiled(NamedTuple):
     """A grammar, and its rules as a worker has read them: None where none has."""
 
     grammar: CompiledGrammar
-    rules: ReadRules | Exception | None = None
+    rules: HandedRules | Exception | None = None
 
 
 class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
@@ -434,7 +435,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
-            self._endings.of(compiled, self._read_rules(document, rules))
+            self._endings.of(compiled, self._read_rules(document), rules)
         return compiled
 
     def warm_up(self) -> None:
@@ -447,12 +448,7 @@ class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
         """How many workers have nothing to do."""
         return self._workers.num_idle
 
-    def _read_rules(
-        self, document: SpecDocument, rules: ReadRules | Exception | None
-    ) -> Callable[[RuleSource], ReadRules] | None:
-        """rules: what a worker has read of them, or why it could not; None where none did."""
-        if rules is not None:
-            return partial(_ready_rules, rules)
+    def _read_rules(self, document: SpecDocument) -> Callable[[RuleSource], ReadRules] | None:
         if self._preparation is None:
             return None
         steps = (self.limits or GrammarLimits()).steps
@@ -570,13 +566,6 @@ def _refuse(spec: GrammarSpec, spent: StepsSpentError) -> GrammarCompileError:
         f"preparing the {spec.kind} goes beyond the limit steps={spent.most}, and no worker "
         "process can do it; simplify the grammar: fewer alternatives, less nesting, smaller counts"
     )
-
-
-def _ready_rules(rules: ReadRules | Exception, source: RuleSource) -> ReadRules:
-    del source  # a worker has read it
-    if isinstance(rules, Exception):
-        raise rules
-    return rules
 
 
 def _shorten(error: GrammarError) -> None:

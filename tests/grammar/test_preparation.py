@@ -20,7 +20,9 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar import preparation
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion import deferred_endings
 from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.deferred_endings import DeferredEndings
 from guided_spec.grammar.completion.endings import UnreadableGrammarError
 from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.completion.rules import RuleSource, source_of
@@ -136,8 +138,32 @@ def test_what_a_worker_prepares_is_what_this_process_compiles(
         assert rows_of_walk(found, seed) == rows_of_walk(expected, seed)
     assert pipeline._endings is not None
     ours, theirs = own.of(expected), pipeline._endings.of(found)
-    assert type(ours) is type(theirs)
-    assert ours.cost(ours.start) == theirs.cost(theirs.start)
+    assert isinstance(ours, RuleEndings) == isinstance(theirs, DeferredEndings)
+    least = ours.cost(ours.start)
+    assert least == theirs.cost(theirs.start)
+    for budget in (least, least + 1, least + 3, least + 8, 40):
+        if budget >= least:
+            bound = [
+                endings.bound(grammar, budget, is_required=True)
+                for endings, grammar in ((own, expected), (pipeline._endings, found))
+            ]
+            for seed in range(4):
+                assert rows_of_walk(bound[0], seed) == rows_of_walk(bound[1], seed)
+
+
+def test_rules_stay_packed_far_from_the_end(
+    pipeline: GrammarPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, endings = pipeline.compile(numbered(77)), pipeline._endings
+    assert endings is not None
+    size = endings.size_of(found)
+    monkeypatch.setattr(deferred_endings, "pickle", None)
+    rows_of_walk(endings.bound(found, 100_000, is_required=True), 0)
+    assert endings.size_of(found) == size
+    monkeypatch.undo()
+    near = endings.of(found).cost(endings.of(found).start)
+    rows_of_walk(endings.bound(found, near, is_required=True), 0)
+    assert endings.size_of(found) > size
 
 
 def test_errors_and_warnings_are_those_of_this_process(pipeline: GrammarPipeline) -> None:

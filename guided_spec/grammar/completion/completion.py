@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError
+from guided_spec.grammar.completion.deferred_endings import DeferredEndings, HandedRules
 from guided_spec.grammar.completion.endings import (
     NEVER,
     Endings,
@@ -43,7 +44,7 @@ from guided_spec.grammar.completion.rule_endings import (
 from guided_spec.grammar.completion.rules import RuleSource, source_of
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling, Spellings
-from guided_spec.grammar.protocol import CompiledGrammar, legal_row
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import UNBOUND
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
@@ -160,18 +161,22 @@ class EndingsCache:
         self._spellings = Spellings(vocabulary)
 
     def of(
-        self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules] | None = None
+        self,
+        compiled: CompiledGrammar,
+        read: Callable[[RuleSource], ReadRules] | None = None,
+        rules: HandedRules | Exception | None = None,
     ) -> Endings:
         """The endings of a grammar, built on first use, which takes milliseconds.
 
-        read: reads the grammar's rules, as ``read_here`` does; None is ``read_here``.
+        read: reads the grammar's rules, as ``read_here`` does; None is ``read_here``. rules: as
+        another process has read them, or why it could not; None where none has tried.
         """
         with self._lock:
             known = self._known.get(compiled)
         # In time: a text that finds no room for its place loses its end, see ``EndLostError``.
         if known is not None and not known.is_filling_up:
             return known
-        endings = self._make(compiled, read or self.read_here)
+        endings = self._make(compiled, read or self.read_here, rules)
         with self._lock:
             self._known[compiled] = endings
         return endings
@@ -205,13 +210,20 @@ class EndingsCache:
         """What a grammar's rules say, see ``read_source``."""
         return read_source(source, self._spellings.of(source.named))
 
-    def _make(self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules]) -> Endings:
+    def _make(
+        self,
+        compiled: CompiledGrammar,
+        read: Callable[[RuleSource], ReadRules],
+        rules: HandedRules | Exception | None,
+    ) -> Endings:
         if isinstance(compiled, TabledGrammar):
-            return self.of(compiled.inner, read)
+            return self.of(compiled.inner, read, rules)
         if isinstance(compiled, AfterGrammar):
-            inner = self.of(compiled.inner, read)
+            inner = self.of(compiled.inner, read, rules)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
-        endings = self._by_rules(compiled, read)
+        if isinstance(rules, HandedRules):
+            return DeferredEndings(rules, self._spellings.of(rules.named))
+        endings = self._by_rules(compiled, read) if rules is None else None
         if endings is not None:
             return endings
         return SearchEndings(compiled, self.vocabulary, self.spelling, self._tokens)
@@ -231,15 +243,11 @@ class EndingsCache:
         """None where no rules are known or understood, or where they say something else."""
         try:
             source = source_of(compiled)
-            shortest, first = read(source)
-            spelling = self._spellings.of(source.named)
-            endings = RuleEndings(ParseStates(shortest), spelling)
+            found = read(source)
+            endings = RuleEndings(ParseStates(found.shortest), self._spellings.of(source.named))
         except (UnreadableGrammarError, EndLostError):
             return None
-        own = legal_row(compiled.new_matcher(), self.vocabulary.vocab_size)
-        # Where marks are read, rules say nothing of other tokens with a byte that no text holds.
-        told = ~self.spelling.without_text if source.named else np.int32(-1)
-        return endings if np.array_equal(first & told, own & told) else None
+        return endings if found.agrees(compiled, source.named, self.spelling) else None
 
 
 @dataclass(frozen=True, eq=False)

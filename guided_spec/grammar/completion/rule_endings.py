@@ -23,6 +23,7 @@ from guided_spec.grammar.completion.endings import (
 )
 from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.completion.spelling import NO_TEXT, Characters, Spelling
+from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.text.row_filter import Probe
 from guided_spec.ops.mask_words import pack_row
 
@@ -560,6 +561,16 @@ class ReadRules(NamedTuple):
 
     shortest: RuleTexts
     first: NDArray[np.int32]
+
+    def agrees(self, compiled: CompiledGrammar, named: frozenset[int], spelling: Spelling) -> bool:
+        """Whether the grammar's matchers begin with the same tokens.
+
+        named: tokens that are read as marks. spelling: that knows none of them.
+        """
+        own = legal_row(compiled.new_matcher(), spelling.vocab_size)
+        # Where marks are read, rules say nothing of other tokens with a byte that no text holds.
+        told = ~spelling.without_text if named else np.int32(-1)
+        return np.array_equal(self.first & told, own & told)
 
 
 def read_source(source: RuleSource, spelling: Spelling) -> ReadRules:
