@@ -16,6 +16,7 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.slot_lm import SlotLM
+from guided_spec.models.stock.slot_trial import MissingRowError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.models.text_lm import TextLM
 
@@ -202,7 +203,9 @@ def stock_lm(model: PreTrainedModel, num_slots: int, max_length: int) -> SlotLM 
     try:
         return SlotLM(model, num_slots, max_length)
     except ModelError as error:
-        if isinstance(error.__cause__, IndexError):  # positions that a short text does not reach
+        if isinstance(
+            error.__cause__, MissingRowError
+        ):  # positions that a short text does not reach
             raise
         try:
             return TextLM(model, num_slots, max_length, str(error))

@@ -390,5 +390,7 @@ def check_folder(argument: str, path: str | Path, *names: str) -> None:
 def loading_failure(argument: str, path: str | Path, error: Exception) -> str:
     """The message of a ModelError: the argument, its value, and the first letters of the reason."""
     reason = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in reason:  # at the end of a long text
+        reason = "it comes with code of its own; pass trust_remote_code=True if you trust it"
     reason = reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
     return f"{argument}={str(path)!r} cannot be loaded: {reason}"

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -34,6 +35,8 @@ from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
 _LOG = logging.getLogger(__name__)
 
 FP8_DEVICES = ("cpu", "cuda")  # others have no such numbers
+_UNTRUSTED = {"trust_remote_code": False}  # else transformers asks at the terminal, and waits
+_SAME_AS = {"kimi_k2": "deepseek_v3"}  # by model_type: what transformers calls the same model
 
 
 def load_model(
@@ -66,7 +69,7 @@ def load_model(
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
     gguf = find_gguf(path, "config.json", argument=argument, revision=options.get("revision"))
     target = _target_device(device)
-    arguments = {"dtype": resolve_dtype(dtype, target), **options}
+    arguments = {"dtype": resolve_dtype(dtype, target), **_UNTRUSTED, **options}
     if device_map is not None:
         _require("accelerate", "parallel", f"device_map={device_map!r}")
         arguments["device_map"] = device_map
@@ -110,6 +113,9 @@ def _without_bars() -> Iterator[None]:
 
 def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:
     """target: where to put all of the model; None leaves that to ``arguments``."""
+    same = _config_of_same(path, arguments)
+    if same is not None:
+        arguments = {**arguments, "config": same}
     if target is not None and _is_quantized(path, arguments):
         config = _config_of(path, arguments)
         recipe = _fp8_recipe(config, arguments) if target.type in FP8_DEVICES else None
@@ -158,11 +164,29 @@ def _is_quantized(path: str | Path, arguments: dict[str, Any]) -> bool:
     return getattr(_config_of(path, arguments), "quantization_config", None) is not None
 
 
+def _config_of_same(path: str | Path, arguments: dict[str, Any]) -> Any:
+    """Of the class of another name; None where transformers has the checkpoint's own.
+
+    No code that comes with the checkpoint is needed then.
+    """
+    file = find_file(path, "config.json", arguments.get("revision"))
+    values: dict[str, Any] = {}
+    with suppress(ValueError):  # transformers says what is wrong with it
+        values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    kind = values.get("model_type")
+    if kind in CONFIG_MAPPING or kind not in _SAME_AS or "config" in arguments:
+        return None
+    values |= {"model_type": _SAME_AS[kind], "name_or_path": str(path)}
+    values.pop("auto_map", None)
+    return CONFIG_MAPPING[_SAME_AS[kind]].from_dict(values)
+
+
 def _config_of(path: str | Path, arguments: dict[str, Any]) -> Any:
-    known = {
-        name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments
-    }
-    return AutoConfig.from_pretrained(str(path), **known)
+    if "config" in arguments:
+        return arguments["config"]
+    names = ("revision", "trust_remote_code")
+    known: dict[str, Any] = {name: arguments[name] for name in names if name in arguments}
+    return _config_of_same(path, known) or AutoConfig.from_pretrained(str(path), **known)
 
 
 def _load_merged(
@@ -310,7 +334,9 @@ def _build_empty(source: str, dtype: Any, trust_remote_code: bool) -> Any:  # no
     from accelerate import init_empty_weights  # an extra
 
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = _config_of_same(source, {}) or AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
         stored = config.dtype or torch.float32
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(

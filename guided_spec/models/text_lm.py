@@ -3,7 +3,8 @@
 Any model that transformers can continue with a cache runs so: states of any kind, chunks, positions
 that the model counts by itself. What a text's cache holds is never changed: a forward feeds a copy.
 If tokens of it are rejected, the copy is dropped, and the accepted ones are read again in front of
-the next ones. So nothing has to know how a state goes back.
+the next ones. So nothing has to know how a state goes back. A model that takes no cache, or writes
+other texts behind its own, reads the whole text for each token.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from guided_spec.models.transformers_version import cache_keyword, cache_of
 
 MOST_UNREAD = 16  # tokens that are read again in front of others; more are read by themselves
 
-Feeding = Literal["together", "one by one"]
-"""How several tokens follow a cache. Some models take one at a time then."""
+Feeding = Literal["together", "one by one", "whole texts"]
+"""How several tokens follow a cache. Some models take one at a time then, some have no cache."""
 
 
 class KeptText(NamedTuple):
@@ -53,7 +54,7 @@ class KeptText(NamedTuple):
 
 
 class _Fed(NamedTuple):
-    """What a forward fed to a slot. after: the cache behind all of it."""
+    """What a forward fed to a slot. after: the cache behind all of it; None without one."""
 
     slot: int
     before: KeptText
@@ -62,7 +63,7 @@ class _Fed(NamedTuple):
 
     def kept(self, count: int) -> KeptText:
         """The text after the first ``count`` tokens."""
-        if count == len(self.token_ids) and count:
+        if self.after is not None and count == len(self.token_ids):
             return KeptText(self.after, (), self.before.length + count)
         return self.before.with_unread(self.token_ids[:count])
 
@@ -76,7 +77,6 @@ class TextLM(WithoutBlocks):
 
     is_packed = False
     has_linear_state = True  # what a model of any kind keeps may not go back
-    runs_as = "stock modules, one text at a time"
 
     @torch.inference_mode()
     def __init__(
@@ -92,6 +92,12 @@ class TextLM(WithoutBlocks):
         token, state = _Trial(self).run()
         # Until the commit there are two caches of a text: before the forward, and behind it.
         self.kv_bytes_per_token, self.state_bytes_per_slot = 2 * token, 2 * state
+
+    @property
+    def runs_as(self) -> str:
+        """What computes, in words."""
+        end = " and without a cache" if self._feeding == "whole texts" else ""
+        return f"stock modules, one text at a time{end}"
 
     @torch.inference_mode()
     def forward(
@@ -149,7 +155,7 @@ class TextLM(WithoutBlocks):
 
     def _caught_up(self, text: KeptText) -> KeptText:
         """The text, with its unread tokens read if they are many."""
-        if len(text.unread) <= MOST_UNREAD:
+        if len(text.unread) <= MOST_UNREAD or self._feeding == "whole texts":
             return text
         past = self._run(_copied(text.past), list(text.unread), 1, ()).past
         return KeptText(past, (), text.length)
@@ -170,7 +176,7 @@ class TextLM(WithoutBlocks):
         self, past: Any, token_ids: list[int], num_scored: int, layers: tuple[int, ...]
     ) -> _Found:
         """Feed tokens after ``past``, which is changed, to one text."""
-        if past is None or self._feeding == "together" or len(token_ids) == 1:
+        if past is None or self._feeding != "one by one" or len(token_ids) == 1:
             return self._call_once(past, token_ids, num_scored, layers)
         found = []
         for token in token_ids:
@@ -186,10 +192,11 @@ class TextLM(WithoutBlocks):
         if self._takes_count:
             options["logits_to_keep"] = num_scored
         ids = torch.tensor([token_ids], device=self.device)
+        is_kept = self._feeding != "whole texts"
         with capture_hidden(find_decoder(self.model), layers) as captured:
-            output = self._call(input_ids=ids, use_cache=True, **options)
-        after = cache_of(output)
-        if after is None:
+            output = self._call(input_ids=ids, use_cache=is_kept, **options)
+        after = cache_of(output) if is_kept else None
+        if is_kept and after is None:
             raise refusal(self.model, "it keeps its past in a form of its own, and takes no cache")
         return _Found(output.logits[0, -num_scored:], [one[0] for one in captured], after)
 
@@ -230,6 +237,7 @@ def _padded(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
 
 
 STRIDE = 7  # between the ids of tokens
+LONGER = 160  # tokens; some models hash keys by chance once there are chunks of them
 PIECES = ((3, 1), (2, 0), (1, 2), (2, 0), (1, 0))  # tokens that stay, and others after them
 
 
@@ -254,15 +262,17 @@ class _Trial:
                 own = [
                     self._lm._call(input_ids=row[None], use_cache=False).logits[0] for row in ids
                 ]
-            with errors_naming(model, "a forward behind its own cache failed"):
+            with errors_naming(model, "a forward of more tokens failed"):
                 return self._read_pieces(torch.stack(own))
 
     def _read_pieces(self, own: Tensor) -> tuple[int, int]:
-        feedings: tuple[Feeding, ...] = ("together", "one by one")
+        feedings: tuple[Feeding, ...] = ("together", "one by one", "whole texts")
         for feeding in feedings:
             self._lm._feeding = feeding
             try:
-                require_close(self._lm.model, self._scores(), own, "behind its own cache")
+                require_close(self._lm.model, self._scores(), own, "with more tokens behind")
+                if feeding == "whole texts":
+                    self._require_steady()
             except Exception:  # of every class, see ``errors_naming``
                 if feeding == feedings[-1]:
                     raise
@@ -273,6 +283,16 @@ class _Trial:
         small, large = (_nbytes(self._lm._run(None, ids[:n], 1, ()).past) for n in lengths)
         token = max(large - small, 0) // max(lengths[1] - lengths[0], 1)
         return token, max(large - lengths[1] * token, 0)
+
+    def _require_steady(self) -> None:
+        """Raise ModelError where a longer text's logits change with what comes after it."""
+        length = min(LONGER, self._lm.max_length)
+        ids = (
+            (self._lm.vocab_size // 2 + STRIDE * torch.arange(length)) % self._lm.vocab_size
+        ).tolist()
+        half = -(-length // 2)
+        whole, part = (self._lm._run(None, ids[:n], n, ()).logits[:half] for n in (length, half))
+        require_close(self._lm.model, part, whole, "of a longer text")
 
     def _scores(self) -> Tensor:
         """[2, N, V]."""

@@ -38,7 +38,7 @@ def load_tokenizer(
             source, options = gguf.source, {**options, **gguf.options}
         # For the others the class depends on the model's config, and with it comes code of models.
         kind = PreTrainedTokenizerFast if source == named_model(None) else AutoTokenizer
-        tokenizer = kind.from_pretrained(str(source), **options)
+        tokenizer = kind.from_pretrained(str(source), **{"trust_remote_code": False, **options})
     except Exception as error:  # transformers raises nearly every class of exception here
         raise gguf_failure(path, argument, error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -129,6 +129,8 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
         "attention_head_size": 8,
         "max_position_embeddings": 512,
     },
+    "sarvam_mla": MHA,
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
     "youtu": MHA,
     "zamba": {**ZAMBA, "mamba_dt_rank": 4},

@@ -51,6 +51,7 @@ REFUSED = {
     "bert" + ENCODER: "is_decoder=False",
     "big_bird" + ENCODER: "is_decoder=False",
     "bloom": POSITIONS,
+    "cpmant": POSITIONS,
     "blt": "its layers cannot be kept in slots",
     "falcon_h1": "layers of type 'hybrid'",
     "gpt_neo": "does not keep to its masks",
@@ -60,14 +61,19 @@ REFUSED = {
     "moshi": "under the windows of its configuration",
     "nemotron_h": "layers of type 'linear_attention'",
     "openai-gpt": PAST,
+    "prophetnet": POSITIONS,
+    "reformer": PAST,
     "roformer": POSITIONS,
     "rwkv": PAST,
     "trocr": POSITIONS,
+    "xlm": "a forward over KV slots failed",
     "xlnet": PAST,
+    "xlstm": POSITIONS,
 }
 
 
-ALL_REFUSED = ("bert", "big_bird", "blt", "moshi", "openai-gpt", "rwkv", "xlnet")
+ALL_REFUSED = ("bert", "big_bird", "cpmant", "prophetnet", "reformer", "xlm", "xlnet")
+WITHOUT_A_CACHE = ("blt", "moshi", "openai-gpt", "rwkv", "xlstm")
 
 
 def refusal(model: PreTrainedModel, max_length: int = 80) -> str:
@@ -102,7 +108,9 @@ def test_these_do_not_run_over_slots_and_the_reason_is_named(family: str) -> Non
         assert str(caught.value).startswith(message)
         assert "one text at a time: " in str(caught.value)
     else:
-        assert isinstance(make_causal_lm(model, num_slots=2, max_length=80), TextLM)
+        lm = make_causal_lm(model, num_slots=2, max_length=80)
+        assert isinstance(lm, TextLM)
+        assert lm.runs_as.endswith(" without a cache") == (kind in WITHOUT_A_CACHE)
 
 
 @pytest.mark.sweep

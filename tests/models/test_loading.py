@@ -56,6 +56,28 @@ def test_options_reach_transformers(folder: Path) -> None:
     assert load_model(folder, device="cpu", dtype=torch.float16).dtype == torch.float16
 
 
+def test_a_model_is_known_by_another_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kimi K2 is DeepSeek V3; the code that comes with it is not run."""
+    model = build("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "no.Config", "AutoModelForCausalLM": "no.Model"}
+    changed = {**settings, "model_type": "kimi_k2", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    for options in ({}, {"trust_remote_code": True}):
+        found = load_model(tmp_path, device="cpu", **options)
+        assert found.config.model_type == "deepseek_v3"
+        same, ids = found.state_dict(), torch.arange(9)[None]
+        assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items())
+        assert torch.equal(found(input_ids=ids).logits, model(input_ids=ids).logits)
+    (tmp_path / "config.json").write_text(json.dumps({**changed, "model_type": "kimi_k9"}))
+    with pytest.raises(ModelError, match="trust_remote_code=True"):
+        load_model(tmp_path, device="cpu")
+    assert "[y/N]" not in capsys.readouterr().out  # nobody is asked
+
+
 def test_a_device_map_spreads_the_layers(folder: Path) -> None:
     pytest.importorskip("accelerate")
     model = load_model(folder, device_map={"": "cpu"})

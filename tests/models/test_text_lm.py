@@ -21,7 +21,7 @@ from tests.models.speculation import Row, generate_alone, prefill, prompts_of, s
 from tests.models.tiny import build
 from tests.tiny_llm import make_llm
 
-NAMES = ["nemotron_h", "mamba", "llama4"]
+NAMES = ["nemotron_h", "mamba", "llama4", "rwkv"]  # the last takes no cache
 PROMPTS = ["The name is Ada. ", "Bob: ", "An error, and the age: "]
 GRAMMARS: list[Any] = [
     GrammarSpec.json_schema(
@@ -127,7 +127,7 @@ def test_memory_of_a_token_and_of_a_text() -> None:
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "chain:grammar_forced+suffix", "draft_model"])
-@pytest.mark.parametrize("name", ["nemotron_h", "llama4"])
+@pytest.mark.parametrize("name", ["nemotron_h", "llama4", "rwkv"])
 def test_speculation_writes_the_texts_of_plain_decoding(name: str, proposer: str) -> None:
     model = build(name, vocab_size=403)
     draft = copy.deepcopy(model) if proposer == "draft_model" else None

@@ -165,6 +165,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdpa",
     ),
     "mamba": ("MambaConfig", {"state_size": 8}, "eager"),
+    "rwkv": ("RwkvConfig", {}, "eager"),
     "llama4": (
         "Llama4TextConfig",
         {

@@ -72,8 +72,12 @@ def likely_cause(model: PreTrainedModel) -> str:
     return ""
 
 
+class MissingRowError(IndexError):
+    """An embedding lacks a row that was looked up."""
+
+
 class CheckedEmbeddings(TorchFunctionMode):
-    """While it is open, rows that an embedding does not have raise IndexError on any device.
+    """While it is open, rows that an embedding does not have raise MissingRowError on any device.
 
     Without it, a CUDA device would be of no more use to the process.
     """
@@ -91,7 +95,7 @@ class CheckedEmbeddings(TorchFunctionMode):
         if func is functional.embedding and type(args[0]) is Tensor:
             row, rows = int(args[0].max()), len(args[1])
             if row >= rows:
-                raise IndexError(
+                raise MissingRowError(
                     f"it looks up row {row} of an embedding of {rows} rows; if that is a table of "
                     "positions, use a smaller max_model_len"
                 )
