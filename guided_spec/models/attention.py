@@ -5,6 +5,7 @@ Which attention kernels serve batches whose shape changes from call to call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guided_spec.errors import ModelError
+from guided_spec.ops.attention.slot_attention import Chunk
 
 UNMASKED = ("linear_attention", "conv")  # layers that keep a state
 
@@ -24,7 +26,9 @@ class MaskBuilder:
     Raises ModelError for an attention implementation that takes no 4-D mask.
     """
 
-    def __init__(self, config: Any, layer_types: list[str], windows: dict[str, int]) -> None:
+    def __init__(
+        self, config: Any, layer_types: list[str], windows: Mapping[str, int | Chunk]
+    ) -> None:
         implementation = config.get_text_config(decoder=True)._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise ModelError(
@@ -51,9 +55,11 @@ class MaskBuilder:
     ) -> Tensor | None:
         if kind in UNMASKED:
             return None
-        visible = causal
-        if kind in self._windows:
-            visible = causal & (keys > queries - self._windows[kind])
+        visible, window = causal, self._windows.get(kind)
+        if isinstance(window, Chunk):
+            visible = causal & (keys // window.size == queries // window.size)
+        elif window is not None:
+            visible = causal & (keys > queries - window)
         if not self._is_additive:
             return visible
         hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)

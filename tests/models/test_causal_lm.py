@@ -244,9 +244,8 @@ def test_attention_without_4d_masks_is_refused() -> None:
 
 def test_layers_that_cannot_be_kept_in_slots_are_refused() -> None:
     model = build("llama")
-    model.config.layer_types = ["chunked_attention"] * 4
-    model.config.attention_chunk_size = 8
-    with pytest.raises(ModelError, match="model_type='llama': layers of type 'chunked_attention'"):
+    model.config.layer_types = ["compressed_sparse_attention"] * 4
+    with pytest.raises(ModelError, match="model_type='llama': layers of type 'compressed_sparse_"):
         SlotLM(model, num_slots=1, max_length=8)
 
 

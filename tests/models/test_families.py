@@ -57,7 +57,6 @@ REFUSED = {
     "gpt_neo": "does not keep to its masks",
     "granitemoehybrid": "layers of type 'linear_attention'",
     "jamba": "layers of type 'linear_attention'",
-    "llama4_text": "layers of type 'chunked_attention'",
     "moshi": "under the windows of its configuration",
     "nemotron_h": "layers of type 'linear_attention'",
     "openai-gpt": PAST,

@@ -66,6 +66,7 @@ def test_a_model_is_known_by_another_name(
     code = {"AutoConfig": "no.Config", "AutoModelForCausalLM": "no.Model"}
     changed = {**settings, "model_type": "kimi_k2", "auto_map": code}
     (tmp_path / "config.json").write_text(json.dumps(changed))
+    options: Any
     for options in ({}, {"trust_remote_code": True}):
         found = load_model(tmp_path, device="cpu", **options)
         assert found.config.model_type == "deepseek_v3"

@@ -21,7 +21,7 @@ from tests.models.speculation import Row, generate_alone, prefill, prompts_of, s
 from tests.models.tiny import build
 from tests.tiny_llm import make_llm
 
-NAMES = ["nemotron_h", "mamba", "llama4", "rwkv"]  # the last takes no cache
+NAMES = ["nemotron_h", "mamba", "llama4_scaled", "rwkv"]  # the last takes no cache
 PROMPTS = ["The name is Ada. ", "Bob: ", "An error, and the age: "]
 GRAMMARS: list[Any] = [
     GrammarSpec.json_schema(
@@ -105,7 +105,7 @@ def test_copies_and_saved_states_go_on_by_themselves() -> None:
 
 
 def test_hidden_states_are_those_of_the_tokens_fed() -> None:
-    lm, model = text_lm("llama4"), build("llama4")
+    lm, model = text_lm("llama4_scaled"), build("llama4_scaled")
     ids = prompts_of([9], lm.vocab_size, 1)[0]
     lm.forward(SlotInputs(torch.tensor([ids[:4]]), [1], [0], [4]), logits="none")
     lm.commit([3], [4])  # one is read again
@@ -127,7 +127,7 @@ def test_memory_of_a_token_and_of_a_text() -> None:
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "chain:grammar_forced+suffix", "draft_model"])
-@pytest.mark.parametrize("name", ["nemotron_h", "llama4", "rwkv"])
+@pytest.mark.parametrize("name", ["nemotron_h", "llama4_scaled", "rwkv"])
 def test_speculation_writes_the_texts_of_plain_decoding(name: str, proposer: str) -> None:
     model = build(name, vocab_size=403)
     draft = copy.deepcopy(model) if proposer == "draft_model" else None

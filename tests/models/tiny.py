@@ -177,6 +177,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "llama4_scaled": (
+        "Llama4TextConfig",
+        {"head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 8, "floor_scale": 6},
+        "sdpa",
+    ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "sdpa"),
 }
 

@@ -14,7 +14,12 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.attention.slot_attention import KeyValues, slot_attention, store_keys_values
+from guided_spec.ops.attention.slot_attention import (
+    Chunk,
+    KeyValues,
+    slot_attention,
+    store_keys_values,
+)
 from tests.slot_lines import Case, Data, Span, cases, kept_positions, make
 from tests.tiers import examples
 
@@ -50,6 +55,13 @@ def attend_once(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | Non
     return found[:, 0]
 
 
+def first_seen(case: Case, position: int) -> int:
+    """The first position that a token sees from its own."""
+    if isinstance(case.window, Chunk):
+        return position // case.window.size * case.window.size
+    return 0 if case.window is None else max(position + 1 - case.window, 0)
+
+
 def by_hand(case: Case, data: Data) -> Tensor:
     """[N, Hq, D]: torch's own attention over what each token sees; zeros where that is nothing."""
     buffers = written_by_hand(case, data)
@@ -57,9 +69,9 @@ def by_hand(case: Case, data: Data) -> Tensor:
     at = 0
     for slot, start, count in case.spans:
         for token in range(count):
-            text = range(start + token + 1)
-            low = 0 if case.window is None else max(len(text) - case.window, 0)
-            seen = [place for place in text[low:] if place < case.max_length]
+            position = start + token
+            text = range(first_seen(case, position), position + 1)
+            seen = [place for place in text if place < case.max_length]
             if slot >= 0 and seen:
                 keys, values = (text_of(case, data, buffer, slot, seen) for buffer in buffers)
                 keys, values = (part.repeat_interleave(case.group, 0) for part in (keys, values))
@@ -179,5 +191,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         slot_attention(query, new, cut, places, scale=1.0)
     with pytest.raises(ConfigError, match="window=0"):
         slot_attention(query, new, buffers, places, scale=1.0, window=0)
+    with pytest.raises(ConfigError, match=r"window=Chunk\(size=0\): must be at least 1"):
+        slot_attention(query, new, buffers, places, scale=1.0, window=Chunk(0))
     with pytest.raises(ConfigError, match=r"sinks=\(2,\): must be \[4\]"):
         slot_attention(query, new, buffers, places, scale=1.0, sinks=torch.zeros(2))

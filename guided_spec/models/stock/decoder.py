@@ -33,9 +33,10 @@ from guided_spec.models.packed.decoder import (
     has_static_rope,
 )
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.models.stock.kv_cache import unscaled_length
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, slot_attention
+from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SlotIndex, slot_attention
 from guided_spec.ops.delta_rule import DeltaStates
 
 SLOT_ATTENTION = "guided_spec_slots"
@@ -138,8 +139,8 @@ def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
         raise ModelError(f"model_type={kind!r}: attention over slots does not look ahead")
 
 
-def _window(module: nn.Module, passed: int | None) -> int | None:
-    """The window of a layer; ``passed`` by the model to its attention function.
+def _window(module: nn.Module, passed: int | None) -> int | Chunk | None:
+    """The window or chunk of a layer; ``passed`` by the model to its attention function.
 
     A model may pass its window in layers that do not slide, where its mask would not cut.
     """
@@ -152,6 +153,9 @@ def _window(module: nn.Module, passed: int | None) -> int | None:
         return None
     if types[layer] == "sliding_attention" and passed is not None:
         return passed
+    chunk = getattr(config, "attention_chunk_size", None)
+    if types[layer] == "chunked_attention" and chunk is not None:
+        return Chunk(chunk)
     raise ModelError(
         f"model_type={_model_type(module)!r}: layer {layer} is of type {types[layer]!r} and passes "
         "no window to its attention function, so attention over slots cannot apply it"
@@ -181,6 +185,7 @@ class StockDecoder:
         self._decoder = find_decoder(model)
         self.device: torch.device = model.device
         self._head: nn.Module = stock.get_output_embeddings()
+        self._most = unscaled_length(model.config)
 
     @classmethod
     @torch.inference_mode()
@@ -211,6 +216,9 @@ class StockDecoder:
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
         """The states and hidden states of N tokens, see ``PackedDecoder.forward``."""
+        if self._most is not None and len(token_ids) > self._most:
+            # Their rows in the forward count as positions.
+            raise ModelError(f"{len(token_ids)} tokens in a forward: lower prefill_tokens")
         positions = index.positions.clamp_max(index.max_length - 1)
         kept = [one for one in memory if isinstance(one, KeyValues)]
         with (

@@ -40,7 +40,7 @@ from transformers.cache_utils import (
 
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import UNMASKED
-from guided_spec.ops.attention.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import Chunk, KeyValues
 from guided_spec.ops.host import to_device, zeros_on_demand
 
 VIEW_BUCKET = 64
@@ -359,6 +359,12 @@ class SlotCache(Cache):
         self.num_slots = num_slots
         self.max_length = max_length
         self.layer_types, self.windows = read_layers(config)
+        most = unscaled_length(config)
+        if most is not None and max_length > most:
+            raise ModelError(
+                f"model_type={config.model_type!r}: beyond {most} tokens it scales queries by "
+                f"positions that it counts by itself; with max_model_len={most} texts run together"
+            )
         self._plan: StepPlan | None = None
         super().__init__(layers=[self._build_layer(kind, config) for kind in self.layer_types])
         self._linear = [layer for layer in self.layers if isinstance(layer, SlotLinearLayer)]
@@ -439,7 +445,7 @@ class SlotCache(Cache):
         return sum(layer.nbytes for layer in self._linear) // self.num_slots
 
     def _build_layer(self, kind: str, config: Any) -> Any:
-        if kind in ("full_attention", "sliding_attention"):
+        if kind in ("full_attention", "sliding_attention", "chunked_attention"):
             return SlotLayer(self)
         if kind in INDEXED_TYPES:
             return SlotIndexedLayer(self)
@@ -453,7 +459,7 @@ class SlotCache(Cache):
             return dummy.DummyLayer()
         raise ModelError(
             f"model_type={config.model_type!r}: layers of type {kind!r} cannot be kept in slots; "
-            "use a model of full, sliding, indexed (DSA) or gated-delta attention layers, or of "
+            "use a model of full, sliding, chunked, indexed (DSA) or gated-delta attention, or of "
             "convolutions between them"
         )
 
@@ -545,8 +551,19 @@ def _copy_positions(
             buffer[slot].narrow(-2, 0, length).copy_(prefix)
 
 
-def read_layers(config: Any) -> tuple[list[str], dict[str, int]]:
-    """The type of each layer of the decoder, and the window of each type that slides.
+def unscaled_length(config: Any) -> int | None:
+    """Up to how many tokens queries are not scaled by their positions, as Llama 4's are; None: any.
+
+    It counts these positions by itself, for all rows together.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if not getattr(text_config, "attn_temperature_tuning", False):
+        return None
+    return int(text_config.floor_scale) - 1
+
+
+def read_layers(config: Any) -> tuple[list[str], dict[str, int | Chunk]]:
+    """The type of each layer of the decoder, and the window or chunk of each type that has one.
 
     Raises ModelError when layers of one type have different windows.
     """
@@ -555,13 +572,14 @@ def read_layers(config: Any) -> tuple[list[str], dict[str, int]]:
     types, options = read(text_config)
     if isinstance(options, dict):  # 5.17: one for all layers
         options = [options] * len(types)
-    windows: dict[str, int] = {}
+    windows: dict[str, int | Chunk] = {}
     for kind, option in zip(types, options, strict=True):
-        if kind == "sliding_attention":
-            window = option["sliding_window"]
+        if kind in ("sliding_attention", "chunked_attention"):
+            size = option["sliding_window"]  # transformers names both so
+            window = Chunk(size) if kind == "chunked_attention" else size
             if windows.setdefault(kind, window) != window:
                 raise ModelError(
-                    f"model_type={config.model_type!r}: its sliding layers have different windows "
+                    f"model_type={config.model_type!r}: its {kind} layers have different windows "
                     f"({windows[kind]} and {window}), which is not supported"
                 )
     return types, windows

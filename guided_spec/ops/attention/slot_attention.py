@@ -120,7 +120,7 @@ class SlotIndex:
         return Pages(starts, lengths.where(used, 0).int(), tables)
 
     def seen(self, block: int, window: int = 0) -> list[SeenRow]:
-        """What each used row sees; window: 0 for none."""
+        """What each used row sees; window: see ``window_code``."""
         if (block, window) not in self._seen:
             self._seen[block, window] = list(self._see(block, window))
         return self._seen[block, window]
@@ -128,7 +128,9 @@ class SlotIndex:
     def _see(self, block: int, window: int) -> Iterator[SeenRow]:
         first = 0
         for slot, start, end in self.rows.T.tolist():
-            count, low = end - first, max(start - window + 1, 0) if window else 0
+            count, low = end - first, max(start - window + 1, 0) if window > 0 else 0
+            if window < 0:
+                low = start - start % -window
             # All between the first position that the first token sees and the last of the last one.
             seen = range(low, min(start + count, self.max_length))
             if count > 0 and slot >= 0 and seen:
@@ -230,6 +232,12 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
+class Chunk(NamedTuple):
+    """A token sees those before it from the last multiple of ``size`` positions on (Llama 4)."""
+
+    size: int
+
+
 def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
     new: KeyValues | None,
@@ -237,7 +245,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     index: SlotIndex,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | Chunk | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[N, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
@@ -247,7 +255,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         multiple of Hkv. buffers: the layer's; written to. index: see ``SlotIndex``. All on one
         device.
     scale: positive, multiplies the scores. window: how many positions a token sees, itself
-        included; None: all.
+        included, or the chunk of positions that it sees its own of; None: all.
     sinks: [Hq], a score of each head that takes its share of the softmax and adds nothing to the
         sum, as of gpt-oss (Xiao et al., "Efficient streaming language models with attention
         sinks", 2023); None for none.
@@ -273,6 +281,11 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     return _attend(query, buffers, index, scale, window, sinks)
 
 
+def window_code(window: int | Chunk | None) -> int:
+    """As kernels take it: 0 for none, -size for a chunk."""
+    return -window.size if isinstance(window, Chunk) else window or 0
+
+
 def store_keys_values(new: KeyValues, buffers: KeyValues, index: SlotIndex) -> None:
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
     blocks, within = index.stored(buffers.keys.shape[2])
@@ -284,7 +297,7 @@ def _check(
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
-    window: int | None,
+    window: int | Chunk | None,
     sinks: Tensor | None,
 ) -> None:
     heads, size = buffers.keys.shape[1], buffers.keys.shape[3]
@@ -299,7 +312,7 @@ def _check(
             raise ConfigError(
                 "buffers", tuple(buffer.shape), "must have equal shapes and be contiguous"
             )
-    if window is not None and window < 1:
+    if window is not None and (window[0] if isinstance(window, Chunk) else window) < 1:
         raise ConfigError("window", window, "must be at least 1, or None")
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ConfigError("sinks", tuple(sinks.shape), f"must be [{query.shape[1]}], one a head")
@@ -310,11 +323,11 @@ def _attend(
     buffers: KeyValues,
     index: SlotIndex,
     scale: float,
-    window: int | None,
+    window: int | Chunk | None,
     sinks: Tensor | None,
 ) -> Tensor:
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    for row in index.seen(buffers.keys.shape[2], window or 0):
+    for row in index.seen(buffers.keys.shape[2], window_code(window)):
         asked, heads = query[row.tokens].float(), buffers.keys.shape[1]
         is_short = asked.shape[0] * asked.shape[1] <= MOST_IN_PLACE * heads
         if is_short and row.first is not None and sinks is None:
@@ -334,6 +347,8 @@ def _visible(asking: range, seen: range, window: int, device: torch.device) -> T
     positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
     stored = torch.arange(seen.start, seen.stop, device=device)
     visible = stored <= positions
+    if window < 0:
+        return visible & (stored // -window == positions // -window)
     return visible & (stored > positions - window) if window else visible
 
 

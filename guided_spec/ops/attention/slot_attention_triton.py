@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
+from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SlotIndex, window_code
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -68,7 +68,7 @@ def choose_tiling(
 ) -> Tiling:
     """The tiling for query [N, Hq, D] in rows of about ``width`` tokens.
 
-    view: positions that the texts will have at most. window: 0 for none.
+    view: positions that the texts will have at most. window: see ``window_code``.
     """
     tokens, heads, size = query.shape
     group, width = heads // num_kv_heads, min(width, tokens)
@@ -117,7 +117,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     index: SlotIndex,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | Chunk | None = None,
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
@@ -130,7 +130,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     tables, max_length = index.tables, index.max_length
     width = len(query) if index.width is None else index.width
     view = max_length if index.view is None else index.view
-    window = window or 0
+    code = window_code(window)
     count, heads, size = query.shape
     output = query.new_empty(query.shape)
     if output.numel() == 0:
@@ -139,11 +139,11 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     rows = index.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
-    tile = choose_tiling(query, num_kv_heads, width, view, window) if tiling is None else tiling
+    tile = choose_tiling(query, num_kv_heads, width, view, code) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
     memory = (tables, tables.stride(0), max_length, block)
     fixed = (num_kv_heads, group, size, padded)
-    shared_by = None if window else index.shared
+    shared_by = None if code else index.shared
     order, groups = shared_by or (rows, rows)
     lines = 0 if shared_by is None else count_lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
@@ -153,7 +153,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         """One pass over the rows or groups ``of``; None where it wrote the output itself."""
         tiles, is_whole = count * group // how.rows + of.shape[1], stage == 0 and how.splits == 1
         parts = None if is_whole else Parts.allocate(query, tiles, num_kv_heads, how)
-        tiled = _tiles(keys, values, how, window)
+        tiled = _tiles(keys, values, how, code)
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
@@ -166,7 +166,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
                 how.rows,
                 how.block,
             ),
-            *(window, sunk[1], tiled is not None, stage, is_whole),
+            *(code, sunk[1], tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )
@@ -193,7 +193,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
             launch(combine, (count, heads), query)(
                 *(*own, *(common or own), rows, *shared, output, sunk[0], num_rows, max_length),
                 *(tile.halvings, *fixed, count_lines(rows), lines, tile.rows, parts, tile.block),
-                *(*of_shared, window, sunk[1]),
+                *(*of_shared, code, sunk[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
     return output
@@ -323,9 +323,11 @@ def span_of(  # type: ignore[no-untyped-def] # noqa: PLR0913
     """
     last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
     end = tl.minimum(start + last + 1, limit)
+    first = start + tile * ROWS // GROUP
     if WINDOW > 0:
-        first = start + tile * ROWS // GROUP
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
+    elif WINDOW < 0:
+        low = first // (-WINDOW) * (-WINDOW) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
     return low, end, (blocks + (1 << halvings) - 1 >> halvings) * BLOCK
 
@@ -351,6 +353,9 @@ def seen_from(position, stored, is_there, WINDOW: tl.constexpr):  # type: ignore
     visible = (distance >= 0) & is_there[None, :]
     if WINDOW > 0:
         visible = visible & (distance < WINDOW)
+    elif WINDOW < 0:
+        of_query, of_key = position // (-WINDOW), stored // (-WINDOW)
+        visible = visible & (of_query[:, None] == of_key[None, :])
     return visible
 
 
