@@ -51,7 +51,7 @@ def build_wide(name: str, **fields: Any) -> PreTrainedModel:
     "name",
     [
         *("llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "llama4"),
         *LATENT,
     ],
 )
