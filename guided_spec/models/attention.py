@@ -36,7 +36,10 @@ class MaskBuilder:
                 "'eager'; load the model with one of these"
             )
         self._is_additive = implementation == "eager"
-        self._types = sorted(set(layer_types) - {"dummy"})
+        kinds = set(layer_types) - {"dummy"}
+        if "hybrid" in kinds:  # a state and keys in one layer, which takes a mask for each
+            kinds = kinds - {"hybrid"} | {"full_attention", "linear_attention"}
+        self._types = sorted(kinds)
         self._windows = windows
 
     def build(self, positions: Tensor, view: int, dtype: torch.dtype) -> Any:

@@ -164,6 +164,43 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "jamba": (
+        "JambaConfig",
+        {
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+            **{"expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"mamba_d_state": 16, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        },
+        "sdpa",
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **{"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4},
+            **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 16},
+            **{"num_experts_per_tok": 2, "shared_intermediate_size": 16, "mamba_chunk_size": 8},
+        },
+        "sdpa",
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16},
+            **{"head_dim": 8, "mamba_chunk_size": 8},
+        },
+        "sdpa",
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+            **{"qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16},
+            **{"num_local_experts": 4, "num_experts": 4, "num_experts_per_token": 2},
+            **{"linear_num_heads": 4, "linear_head_dim": 8},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        "sdpa",
+    ),
     "mamba": ("MambaConfig", {"state_size": 8}, "eager"),
     "rwkv": ("RwkvConfig", {}, "eager"),
     "llama4": (

@@ -8,29 +8,18 @@ before it can be seen.
 Everything this package relies on of transformers' cache internals is here; tested with transformers
 5.17 to 5.24.
 
-Gated-delta layers (Qwen3-Next, Qwen3.5) have a state a slot that can stop at any token. Such a
-layer folds every token into one state, so a rejected token cannot be removed afterwards. The
-layer records its delta-rule call instead, and ``commit`` runs that call once more from the state
-before the forward with decay 0 (in the log) and step 0 for the tokens that do not stay: these then
-leave the state as it is. Padding is handled likewise.
-
-Layers of short convolutions (LFM2) have the window of theirs alone, which ``commit`` cuts out.
-
-The recording wraps two functions of the model's modeling module, once, by ``record_delta_rules``;
-they behave as before outside ``recording``.
+Layers with a state (gated delta rules, Mamba-2) have one a slot, which ``commit`` moves to behind
+the tokens that stay, see ``state_rules``. Layers of short convolutions (LFM2) have the window of
+theirs alone, which ``commit`` cuts out.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -40,6 +29,7 @@ from transformers.cache_utils import (
 
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import UNMASKED
+from guided_spec.models.stock.state_rules import RecordedCall, take_recorded
 from guided_spec.ops.attention.slot_attention import Chunk, KeyValues
 from guided_spec.ops.host import to_device, zeros_on_demand
 
@@ -142,34 +132,11 @@ def _positions_and_columns(
     return positions.masked_fill(padding, 0), positions.masked_fill(padding, max_length)
 
 
-CHUNK_RULE = "torch_chunk_gated_delta_rule"
-STEP_RULE = "torch_recurrent_gated_delta_rule"
-
-_install_lock = threading.Lock()
-
-
-class _Recorded(threading.local):
-    """The calls that this thread records; None while it records none."""
-
-    calls: list[DeltaCall] | None = None
-
-
-_thread = _Recorded()
-
-
 class SavedState(NamedTuple):
     """Copies of the states of some slots: conv [n, channels, kernel], recurrent [n, ...] if any."""
 
     conv: Tensor
     recurrent: Tensor | None
-
-
-class DeltaCall(NamedTuple):
-    """One recorded call of a delta rule, and the rule that can run it again."""
-
-    rule: Callable[..., tuple[Tensor, Tensor]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class SlotLinearLayer(LinearAttentionLayer):
@@ -183,7 +150,7 @@ class SlotLinearLayer(LinearAttentionLayer):
         self._recurrent: Tensor | None = None  # [num_slots, heads, k_dim, v_dim]
         self._plan: StepPlan | None = None
         self._window: Tensor | None = None  # [B, channels, kernel + T]
-        self._call: DeltaCall | None = None
+        self._call: RecordedCall | None = None
         self._final: Tensor | None = None  # the recurrent state after all T tokens
 
     @property
@@ -227,14 +194,14 @@ class SlotLinearLayer(LinearAttentionLayer):
         self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Keep the state after all T tokens, and the call that led to it, until ``commit``."""
-        calls = _thread.calls or []
-        if state_idx != 0 or len(calls) != 1 or not {"g", "beta"} <= calls[0].kwargs.keys():
-            raise ModelError("a linear-attention layer of another kind than the gated delta rule")
+        call = take_recorded()
+        if state_idx != 0:
+            raise ModelError("a linear-attention layer with several states is not supported")
         if self._recurrent is None:
             shape = (self._num_slots, *recurrent_states.shape[1:])
             self._recurrent = recurrent_states.new_zeros(shape)
             self.is_recurrent_states_initialized[0] = True
-        self._call, self._final = calls.pop(), recurrent_states
+        self._call, self._final = call, recurrent_states
         return recurrent_states
 
     def commit(self, keep: Tensor | None) -> None:
@@ -282,62 +249,8 @@ class SlotLinearLayer(LinearAttentionLayer):
         assert self._call is not None
         assert self._plan is not None
         assert self._recurrent is not None
-        rule, args, kwargs = self._call
-        decay, step = kwargs["g"], kwargs["beta"]  # [B, T, heads]
-        dropped = torch.arange(decay.shape[1], device=keep.device) >= keep[:, None]
-        before = {
-            "g": decay.masked_fill(dropped.unsqueeze(2), 0),
-            "beta": step.masked_fill(dropped.unsqueeze(2), 0),
-            "initial_state": self._plan.gather(self._recurrent).clone(),
-            "output_final_state": True,
-        }
-        return rule(*args, **{**kwargs, **before})[1]
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """While it is open, this thread's delta-rule calls are recorded for ``SlotLinearLayer``."""
-    _thread.calls = []
-    try:
-        yield
-    finally:
-        _thread.calls = None
-
-
-def record_delta_rules(model: nn.Module) -> None:
-    """Make the delta rules of the model's modeling modules recordable; does it once a module.
-
-    Raises ModelError when its linear-attention layers do not use the gated delta rule.
-    """
-    names = {type(module).__module__ for module in model.modules()}
-    found = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), CHUNK_RULE)]
-    if not found:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise ModelError(
-            f"model_type={kind!r}: layers of type 'linear_attention' are supported for the gated "
-            "delta rule only (Qwen3-Next, Qwen3.5)"
-        )
-    with _install_lock:
-        for module in found:
-            replay = getattr(module, CHUNK_RULE)
-            if getattr(replay, "_is_recordable", False):
-                continue
-            for name in (CHUNK_RULE, STEP_RULE):
-                setattr(module, name, _recordable(getattr(module, name), replay))
-
-
-def _recordable(
-    rule: Callable[..., tuple[Tensor, Tensor]], replay: Callable[..., tuple[Tensor, Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    @functools.wraps(rule)
-    def recorded(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        calls = _thread.calls
-        if calls is not None:
-            calls.append(DeltaCall(replay, args, kwargs))
-        return rule(*args, **kwargs)
-
-    recorded._is_recordable = True  # type: ignore[attr-defined]
-    return recorded
+        dropped = torch.arange(self._plan.num_tokens, device=keep.device) >= keep[:, None]
+        return self._call.state(dropped, self._plan.gather(self._recurrent).clone())
 
 
 # What transformers calls the layers of DeepSeek sparse attention: now, and up to 5.17.
@@ -369,6 +282,8 @@ class SlotCache(Cache):
         super().__init__(layers=[self._build_layer(kind, config) for kind in self.layer_types])
         self._linear = [layer for layer in self.layers if isinstance(layer, SlotLinearLayer)]
         self._slotted = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        hybrid = [layer for layer in self._linear if isinstance(layer, SlotHybridLayer)]
+        self._slotted += [layer.attention for layer in hybrid]
 
     @property
     def plan(self) -> StepPlan:
@@ -427,7 +342,7 @@ class SlotCache(Cache):
         """
         memory: list[KeyValues | None] = []
         for layer in self.layers:
-            if isinstance(layer, SlotLinearLayer):
+            if type(layer) is SlotLinearLayer:
                 memory.append(None)
                 continue
             if type(layer) is not SlotLayer or layer.keys is None or layer.values is None:
@@ -451,6 +366,8 @@ class SlotCache(Cache):
             return SlotIndexedLayer(self)
         if kind in UNMASKED:
             return SlotLinearLayer(self.num_slots)
+        if kind == "hybrid":
+            return SlotHybridLayer(self)
         if kind == "dummy":
             # Imported here: older versions leave such layers out of the list instead.
             from transformers import cache_utils
@@ -514,6 +431,35 @@ class SlotLayer(CacheLayerMixin):
         slots, length = self._cache.num_slots, self._cache.max_length
         # Zeros, not garbage: a masked value is multiplied by 0, and 0 * NaN would show.
         return zeros_on_demand(states, (slots, states.shape[1], length + 1, states.shape[3]))
+
+
+class SlotHybridLayer(SlotLinearLayer):
+    """A layer with a state and with keys and values (Falcon-H1, Zamba 2)."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(cache.num_slots)
+        self.attention = SlotLayer(cache)
+
+    def update(self, *states: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """As ``SlotLayer.update``."""
+        return self.attention.update(*states, **options)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As ``SlotLayer.get_mask_sizes``."""
+        return self.attention.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        """As ``SlotLayer.get_seq_length``."""
+        return self.attention.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """As ``SlotLayer.get_max_length``."""
+        return self.attention.get_max_length()
+
+
+CacheLayerMixin.register(SlotHybridLayer)  # transformers asks whether a layer attends
 
 
 class SlotIndexedLayer(SlotLayer):

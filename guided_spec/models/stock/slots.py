@@ -8,10 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
-from guided_spec.models.stock.kv_cache import SlotCache, StepPlan, record_delta_rules, recording
+from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
+from guided_spec.models.stock.state_rules import record_rules, recording
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.models.transformers_version import cache_keyword
 
@@ -60,8 +62,10 @@ class StockSlots:
         self._call: Any = model
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
-        if "linear_attention" in self.cache.layer_types:
-            record_delta_rules(model)
+        # Single tokens may take a way that is not recorded.
+        self._least = 1
+        if {"linear_attention", "hybrid"} & {*self.cache.layer_types} and record_rules(model):
+            self._least = 2
 
     def forward(
         self,
@@ -77,16 +81,12 @@ class StockSlots:
         view: positions that the layers read of every slot; None is as many as are needed.
         has_masks: False leaves the masks to the model, which makes them for rows that end the view.
         """
-        device = self.model.device
+        device, width = self.model.device, inputs.token_ids.shape[1]
         token_ids = inputs.token_ids.to(device, non_blocking=True)
-        plan = StepPlan(
-            inputs.slots,
-            inputs.starts,
-            inputs.counts,
-            num_tokens=token_ids.shape[1],
-            max_length=self.cache.max_length,
-            view=view,
-        )
+        if width < self._least:
+            token_ids = functional.pad(token_ids, (0, self._least - width))
+        where, length = (inputs.slots, inputs.starts, inputs.counts), self.cache.max_length
+        plan = StepPlan(*where, num_tokens=token_ids.shape[1], max_length=length, view=view)
         self.cache.begin(plan)
         positions = plan.positions(device)
         arguments = {
@@ -105,7 +105,8 @@ class StockSlots:
                 stack.enter_context(recording())
             captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
             scores = self._run(arguments, inputs.counts, logits)
-            return SlotOutput(scores, _concatenate(captured, device))
+        states = _concatenate(captured, device)
+        return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
 
     def _run(
         self, arguments: dict[str, Any], counts: Sequence[int], logits: LogitsKind
