@@ -260,10 +260,12 @@ def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
     Bounds beyond the exact numbers often mean no limit.
     """
-    wide = {name: int(math.copysign(_LARGEST, schema[name])) for name in _widest(schema)}
-    schema = {**schema, **wide}
     bounds = {name: schema[name] for name in _NUMBERS[:4] if name in schema}
-    if not bounds or "number" not in schema.get("type", "number"):
+    if not bounds:
+        return schema
+    wide = {name: int(math.copysign(_LARGEST, schema[name])) for name in _widest(schema)}
+    schema, bounds = {**schema, **wide}, {**bounds, **wide}
+    if "number" not in schema.get("type", "number"):
         return schema
     others = {name: value for name, value in schema.items() if name not in bounds}
     return {**others, **inner_bounds(bounds, _DECIMALS)}
