@@ -86,6 +86,9 @@ _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _ROWS_OF_A_TOKEN = 32
 _TRIED_TOKENS = 4
+# Of one row. llguidance's own 200,000 end a text where some dozens of patterns begin together, as
+# in a list of alternatives; these take some 30 ms, once.
+_LEXER_FUEL = 2_000_000
 _FAR = 64  # bytes
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
@@ -282,7 +285,9 @@ class LLGuidanceSource(NamedTuple):
         """llguidance's own matcher, at the start; in its error state if the text is broken."""
         grammar = self.library.LLMatcher.grammar_from_lark(self.text)
         limits = self.library.LLParserLimits(
-            max_items_in_row=MOST_ITEMS, step_max_items=_ROWS_OF_A_TOKEN * MOST_ITEMS
+            max_items_in_row=MOST_ITEMS,
+            step_max_items=_ROWS_OF_A_TOKEN * MOST_ITEMS,
+            step_lexer_fuel=_LEXER_FUEL,
         )
         return self.library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
 
