@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from guided_spec.bundled import named_model
@@ -19,15 +19,12 @@ from guided_spec.grammar.backends.llguidance_schema import narrower_scalars
 from guided_spec.grammar.backends.redundancy import redundancies_of
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import NoTableError, TableLimits
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.keys import free_keys
-from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import Unenforced, close_objects
+from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.misspelt import misspelt
-from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.rewrite import find_unenforced
-from guided_spec.grammar.schema.unique.positions import has_unique_items
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
 from guided_spec.grammar.text.unique_keys import NotedGrammar
@@ -49,10 +46,11 @@ def report_schema(
     vocabulary = _vocabulary(named_model(tokenizer))
     backend = BackendChoice(grammar_backend, vocabulary)
     started = time.perf_counter()
-    compiled = _compile(spec, backend)
+    document = SpecDocument(spec)  # read once, by whatever compiles it and for the findings
+    compiled = _compile(document, backend)
     seconds = time.perf_counter() - started
     error = compiled if isinstance(compiled, GrammarCompileError) else None
-    findings = _findings(spec, compiled, grammar_backend)
+    findings = _findings(document, compiled, grammar_backend)
     left_out = spec.unsupported == "warn" and any(entry.level == "error" for entry in findings)
     return {
         "compiles": error is None,
@@ -61,7 +59,7 @@ def report_schema(
         "seconds": seconds,
         "validates": error is None and not left_out,
         "additional_properties": spec.additional_properties,
-        "left_open": _left_open(spec) if error is None and spec.is_json else [],
+        "left_open": document.lowered.open_at if error is None and spec.is_json else (),
         "findings": [finding._asdict() for finding in findings],
         "table": _table(compiled, vocabulary, table_steps)
         if table_steps is not None and not isinstance(compiled, GrammarCompileError)
@@ -103,34 +101,29 @@ def _table(compiled: CompiledGrammar, vocabulary: Vocabulary, steps: int) -> dic
     }
 
 
-def _left_open(spec: GrammarSpec) -> tuple[str, ...]:
-    """Pointers, below which no object is closed though the spec asks for it."""
-    if spec.additional_properties == "schema":
-        return ()
-    return close_objects(lower(json.loads(spec.source)).schema).open_at
-
-
 def _vocabulary(path: str) -> Vocabulary:
     tokenizer = load_tokenizer(path)
     stop = 0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
 
 
-def _compile(spec: GrammarSpec, backend: GrammarBackend) -> CompiledGrammar | GrammarCompileError:
+def _compile(
+    document: SpecDocument, backend: BackendChoice
+) -> CompiledGrammar | GrammarCompileError:
     """The compiled schema, or why no backend took it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the findings say it
-            return backend.compile(spec)
+            return backend.compile_document(document)
     except GrammarCompileError as error:
         return error
 
 
 def _findings(
-    spec: GrammarSpec, compiled: CompiledGrammar | GrammarCompileError, asked: str
+    document: SpecDocument, compiled: CompiledGrammar | GrammarCompileError, asked: str
 ) -> list[Unenforced]:
     """About xgrammar, llguidance or both, as it was compiled; nothing is known about others."""
-    if not spec.is_json:
+    if not document.spec.is_json:
         if isinstance(compiled, GrammarCompileError):
             return []
         slow = "so masks take longer, the longer the text is"
@@ -145,25 +138,29 @@ def _findings(
         compiled, UnsatisfiableGrammarError | UnsupportedSchemaError
     ):
         return []
-    schema, additional = json.loads(spec.source), spec.additional_properties
-    found = [*misspelt(schema)]
+    found = [*misspelt(document.value)]
     if isinstance(compiled, GrammarCompileError):
-        return [*found, *find_unenforced(schema, additional)]
+        return [*found, *document.examined.entries]
     own = compiled.notes if isinstance(compiled, NotedGrammar) else ()
-    notes = [*own, *_about_tags(schema)]
+    notes = [*own, *_about_tags(document)]
     if backend == "llguidance":
-        lowered = lower(schema, additional=additional)
+        lowered = document.lowered
         return [*found, *lowered.entries, *narrower_scalars(lowered), *notes]
-    return [*found, *find_unenforced(schema, additional), *notes]
+    return [*found, *document.examined.entries, *notes]
 
 
-def _about_tags(schema: Any) -> list[Unenforced]:
+def _about_tags(document: SpecDocument) -> list[Unenforced]:
     """Notes if unlisted keys may repeat, or items must not: filters see no tags around the JSON."""
-    lowered, found = lower_checked(schema), []
-    if free_keys(examine_schema(lowered).schema).are_there:
+    found: list[Unenforced] = []
+    if document.spec.additional_properties != "closed":  # as objects of tags are
+        document = SpecDocument(replace(document.spec, additional_properties="closed"))
+    lowered = document.lowered
+    # Says yes too often; whether it is so takes seconds to see in a large schema.
+    are_free = free_keys(lowered.schema).are_there
+    if are_free and (document.is_large or free_keys(document.examined.schema).are_there):
         reason = "as part of a tool or tag, a key that is not listed may be written twice"
         found.append(Unenforced("", "additionalProperties", reason, "list the keys there", "note"))
-    if has_unique_items(lowered.schema):
+    if lowered.items is not None:
         reason, fix = "as part of a tool or tag, it is refused over many values", "list few values"
         found.append(Unenforced("", "uniqueItems", reason, fix, "note"))
     return found

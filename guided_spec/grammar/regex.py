@@ -43,6 +43,8 @@ and nothing that ``re`` matches is left out."""
 
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
+ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i")
+"""Where upper and lower case become one."""
 
 _IN_JSON: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _SHORT = 4096  # characters of a pattern that is remembered

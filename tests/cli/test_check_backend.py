@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,8 +12,11 @@ from typer.testing import CliRunner
 from guided_spec.cli import verdict
 from guided_spec.cli.main import app
 from guided_spec.errors import UnsupportedSchemaError
+from guided_spec.grammar import document
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS
 from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.schema.lowered import Lowered
+from guided_spec.grammar.schema.prepare import lower_checked
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import Difference
 from tests.grammar.backends.own_backends import Listed
@@ -56,6 +60,27 @@ def test_check_says_where_keys_may_come_twice(tmp_path: Path, *, is_closed: bool
     assert report["validates"]
     reasons = [finding["reason"] for finding in report["findings"]]
     assert any("written twice" in reason for reason in reasons) is not is_closed
+
+
+@pytest.mark.parametrize("backend", ["auto", "llguidance"])
+def test_check_lowers_a_schema_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    lowered: list[object] = []
+
+    def counted(schema: object, *arguments: Any, **options: Any) -> Lowered:
+        lowered.append(schema)
+        return lower_checked(schema, *arguments, **options)
+
+    monkeypatch.setattr(document, "lower_checked", counted)
+    path = tmp_path / "schema.json"
+    items = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    path.write_text(json.dumps({"type": "object", "properties": {"a": items}, "oneOf": [{}]}))
+    arguments = ["check", str(path), "--json", "--grammar-backend", backend]
+    report = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert report["compiles"]
+    assert any("refused over many values" in one["reason"] for one in report["findings"])
+    assert len(lowered) == 1
 
 
 @pytest.mark.parametrize("makes", ["a grammar", "an error"])

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import xgrammar
 
+from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.any_order import AnyOrder
 from guided_spec.grammar.backends.json_rules import key_literal
+from guided_spec.grammar.characters import Ranges, complement, intersect, normalize
 from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
 from guided_spec.grammar.steps import spend, spend_on_text, spend_on_value
 
@@ -60,6 +62,14 @@ _GBNF = re.compile(
     re.DOTALL,
 )
 _ANY = "[\\u0001-\\uD7FF\\uE000-\\U0010FFFF]"
+_ENCODED: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
+_MEMBER = re.compile(
+    r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\?(.)", re.DOTALL
+)
+_NAMED = {
+    f"\\{letter}": ord(sign) for letter, sign in zip("ntrabfv", "\n\t\r\a\b\f\v", strict=True)
+}
+_HIGH = re.compile(r"\\u[dD]|\\U|[\uD000-\U0010FFFF]")
 
 
 def gbnf_ebnf(source: str) -> str:
@@ -71,7 +81,7 @@ def gbnf_ebnf(source: str) -> str:
     spend_on_text(source)
     parts = [(str(found.lastgroup), found[0]) for found in _GBNF.finditer(source)]
     shown = [at for at, (kind, _) in enumerate(parts) if kind != "blank"]
-    written = [_ANY if part == ("name", ".") else part[1] for part in parts]
+    written = [_ANY if part == ("name", ".") else _encoded(part[1]) for part in parts]
     for place, at in enumerate(shown):
         if parts[at] not in (("is", "::="), ("mark", "("), ("mark", "|")):
             continue
@@ -79,6 +89,39 @@ def gbnf_ebnf(source: str) -> str:
         if _ends_alternative(following):
             written[at] += ' ""'
     return "".join(written)
+
+
+def _encoded(part: str) -> str:
+    """``part``, without surrogates if it is a class that holds some of them.
+
+    Elsewhere a filter keeps them out. Here nothing else may follow after their first byte.
+    """
+    if part[0] != "[" or not _HIGH.search(part):
+        return part
+    is_negated = part.startswith("[^")
+    found = [
+        (member[0], int(code, 16) if (code := member[1] or member[2] or member[3]) else None)
+        for member in _MEMBER.finditer(part, 1 + is_negated, len(part) - 1)
+    ]
+    codes = [_NAMED.get(text, ord(text[-1])) if code is None else code for text, code in found]
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    while at < len(codes):
+        is_range = at + 2 < len(codes) and found[at + 1][0] == "-"
+        ranges.append((codes[at], codes[at + 2] if is_range else codes[at]))
+        at += 3 if is_range else 1
+    if any(low > high for low, high in ranges):
+        return part  # for xgrammar to refuse
+    held = normalize(ranges)
+    held = intersect(complement(held) if is_negated else held, _ENCODED)
+    if not held:
+        reason = f"the class {part} holds no character that UTF-8 encodes; leave it out"
+        raise GrammarCompileError(f"the ebnf does not compile: {reason}")
+    return f"[{''.join(f'{_escape(low)}-{_escape(high)}' for low, high in held)}]"
+
+
+def _escape(code: int) -> str:
+    return f"\\U{code:08x}"
 
 
 def _ends_alternative(following: list[tuple[str, str]]) -> bool:

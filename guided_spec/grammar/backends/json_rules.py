@@ -90,9 +90,10 @@ class Parts:
         self._ruled: set[str] = set()
         self._num_looked_at = 0
         users: dict[str, list[str]] = {}
-        for name, part in self.definitions.items():
-            for node in _nodes(part):
-                users.setdefault(node.get("$ref", ""), []).append(name)
+        self._direct = {name: _direct(part) for name, part in self.definitions.items()}
+        for name, references in self._direct.items():
+            for reference in references:
+                users.setdefault(reference, []).append(name)
         waiting = [name for name, part in self.definitions.items() if self.needs_rules(part)]
         while waiting:
             name = waiting.pop()
@@ -107,13 +108,12 @@ class Parts:
     def references(self, schema: Any) -> dict[str, Any]:
         """What ``schema`` refers to, and all that this does in turn."""
         found: dict[str, Any] = {}
-        waiting = [schema]
+        waiting = _direct(schema)
         while waiting:
-            for node in _nodes(waiting.pop()):
-                name = node.get("$ref")
-                if name is not None and name not in found:
-                    found[name] = self.definitions.get(name, False)
-                    waiting.append(found[name])
+            name = waiting.pop()
+            if name not in found:
+                found[name] = self.definitions.get(name, False)
+                waiting += self._direct.get(name, ())
         return found
 
     def branches(self, node: Any, depth: int = 0) -> list[Any] | None:
@@ -199,6 +199,11 @@ def has_keys(value: Any) -> bool:
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     """Those of a schema and all below it that may say something."""
     return (node for node in all_parts(schema) if isinstance(node, dict))
+
+
+def _direct(schema: Any) -> list[str]:
+    """The references in a schema, those in what they lead to aside, each once."""
+    return [*dict.fromkeys(node["$ref"] for node in _nodes(schema) if "$ref" in node)]
 
 
 def _holds_values(node: dict[str, Any]) -> bool:

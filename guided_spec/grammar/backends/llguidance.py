@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,8 +56,7 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, narrowing
 from guided_spec.grammar.schema.prepare import lower_checked
-from guided_spec.grammar.schema.sharing import ALTERNATIVES, share_joined
-from guided_spec.grammar.schema.unique.positions import item_rules
+from guided_spec.grammar.schema.sharing import ALTERNATIVES, joins_itself, share_joined
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.text.parts import TextParts
@@ -87,6 +86,9 @@ _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _ROWS_OF_A_TOKEN = 32
 _TRIED_TOKENS = 4
+# Of one row. llguidance's own 200,000 end a text where some dozens of patterns begin together, as
+# in a list of alternatives; these take some 30 ms, once.
+_LEXER_FUEL = 2_000_000
 _FAR = 64  # bytes
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
@@ -124,21 +126,17 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         prepared, grammar = self._compile_json(document)
         if spec.key_order == "any":
             grammar = self._in_any_order(spec, prepared, grammar)
-        items = item_rules(document.lowered.schema)
-        return with_unique_keys(grammar, prepared, self.vocabulary, items)
+        return with_unique_keys(grammar, prepared, self.vocabulary, document.lowered.items)
 
     def _compile_json(self, document: SpecDocument) -> _Compiled:
         """In the first form of the schema that llguidance takes."""
-        lowered = document.lowered
-        try:
-            return self._compile_prepared(document, lowered)
-        except UnsupportedSchemaError:
-            for alternatives in () if lowered.errors else ALTERNATIVES:
-                shared = share_joined(lowered.schema, alternatives)
-                if shared is not None:
-                    with suppress(UnsupportedSchemaError):
-                        return self._compile_prepared(document, lowered._replace(schema=shared))
-            raise
+        refused: UnsupportedSchemaError | None = None
+        for lowered in _forms(document.lowered):
+            try:
+                return self._compile_prepared(document, lowered)
+            except UnsupportedSchemaError as error:
+                refused = refused or error
+        raise refused or AssertionError("a schema has a form")
 
     def _compile_prepared(self, document: SpecDocument, lowered: Lowered) -> _Compiled:
         prepared = prepare_for_llguidance(lowered)
@@ -287,7 +285,9 @@ class LLGuidanceSource(NamedTuple):
         """llguidance's own matcher, at the start; in its error state if the text is broken."""
         grammar = self.library.LLMatcher.grammar_from_lark(self.text)
         limits = self.library.LLParserLimits(
-            max_items_in_row=MOST_ITEMS, step_max_items=_ROWS_OF_A_TOKEN * MOST_ITEMS
+            max_items_in_row=MOST_ITEMS,
+            step_max_items=_ROWS_OF_A_TOKEN * MOST_ITEMS,
+            step_lexer_fuel=_LEXER_FUEL,
         )
         return self.library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
 
@@ -466,6 +466,22 @@ class LLGuidanceGrammar:
     def _compiled(self) -> Any:
         """Copied for every matcher, never moved: copies share what its lexer has learnt."""
         return self.source.new()
+
+
+def _forms(lowered: Lowered) -> Iterator[Lowered]:
+    """The schema as it is, and with shared parts, which llguidance takes where it refuses that.
+
+    That it refuses it takes up to two seconds to find out, so what is sure to be refused is last.
+    """
+    is_refused = joins_itself(lowered.schema)
+    if not is_refused:
+        yield lowered
+    for alternatives in () if lowered.errors else ALTERNATIVES:
+        shared = share_joined(lowered.schema, alternatives)
+        if shared is not None:
+            yield lowered._replace(schema=shared)
+    if is_refused:
+        yield lowered
 
 
 def _prepare_in_tag(schema: Any) -> dict[str, Any]:

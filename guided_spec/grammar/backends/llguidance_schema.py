@@ -14,10 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.backends.listed_items import with_listed_items
 from guided_spec.grammar.formats import FORMATS
 from guided_spec.grammar.regex import RE_PARSER, to_search
 from guided_spec.grammar.schema.joining import merge
-from guided_spec.grammar.schema.keys import every_part
+from guided_spec.grammar.schema.keys import crowded, every_part
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,
@@ -89,15 +90,10 @@ def _require_few_keys(prepared: dict[str, Any]) -> None:
         words = part if isinstance(part, dict) else {}
         if words.get("minProperties", 0) > max(1, len(words.get("required", ()))):
             raise _refusal("", "minProperties", "keys may repeat; list them under required")
-        names = part.get("properties", ()) if isinstance(part, dict) else ()
-        optional = len(names) - len(part.get("required", ())) if names else 0
-        if optional > _MOST_OPTIONAL:
-            reason = f"an object lists {len(names):,} keys, such as {next(iter(names))!r}: more "
-            reason += (
-                f"than {_MOST_OPTIONAL:,} of them are optional, and what it is part of cannot "
-            )
-            reason += "be written as rules; list them under required, or group them in objects"
-            raise _refusal("", "properties", reason)
+    if reason := crowded(prepared, _MOST_OPTIONAL):
+        reason += ", and what it is part of cannot be written as rules"
+        fix = "list them under required, or group them in objects"
+        raise _refusal("", "properties", f"{reason}; {fix}")
 
 
 def narrower_scalars(lowered: Lowered) -> list[Unenforced]:
@@ -134,7 +130,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
     spend(_OF_SCHEMA + len(schema))
     schema = _with_exact_bounds(schema)
     _check_numbers(schema, pointer)
-    schema = _with_valid_values(_with_few_branches(schema))
+    schema = with_listed_items(_with_valid_values(_with_few_branches(schema)))
     kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
     if "patternProperties" in schema:
         kept["patternProperties"] = {}  # to come, at its place: the order matters to llguidance
@@ -260,10 +256,12 @@ def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
     Bounds beyond the exact numbers often mean no limit.
     """
-    wide = {name: int(math.copysign(_LARGEST, schema[name])) for name in _widest(schema)}
-    schema = {**schema, **wide}
     bounds = {name: schema[name] for name in _NUMBERS[:4] if name in schema}
-    if not bounds or "number" not in schema.get("type", "number"):
+    if not bounds:
+        return schema
+    wide = {name: int(math.copysign(_LARGEST, schema[name])) for name in _widest(schema)}
+    schema, bounds = {**schema, **wide}, {**bounds, **wide}
+    if "number" not in schema.get("type", "number"):
         return schema
     others = {name: value for name, value in schema.items() if name not in bounds}
     return {**others, **inner_bounds(bounds, _DECIMALS)}

@@ -29,7 +29,6 @@ from guided_spec.grammar.recipe import Recipe
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
-from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.steps import spend_on_value
 from guided_spec.grammar.tables.token_table import UNBOUND
@@ -118,8 +117,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         if not spec.is_json:
             return grammar
         prepared = require_enforced(document.examined)
-        items = item_rules(document.lowered.schema)
-        return with_unique_keys(grammar, prepared, self.vocabulary, items)
+        return with_unique_keys(grammar, prepared, self.vocabulary, document.lowered.items)
 
     def entries(self, document: SpecDocument) -> Sequence[Unenforced]:
         """What of a JSON schema is not as it says: what others narrow too, and xgrammar alone."""

@@ -42,6 +42,12 @@ _MAPS = (
     "dependencies",
 )
 _DATA = ("enum", "const", "default", "examples")
+_COUNTS = frozenset(
+    f"{end}{counted}"
+    for end in ("min", "max")
+    for counted in ("Length", "Items", "Properties", "Contains")
+)
+_MOST = 2**31 - 2  # of a count: xgrammar holds no more, and no text is that long
 # Neither a lookbehind nor an escaped parenthesis.
 _GROUP = re.compile(r"((?<!\\)(?:\\\\)*)\(\?<(?=[A-Za-z_])")
 _FOREIGN = re.compile(r"\(\?(?:<[A-Za-z_]|[=!])|\\[pP]\{")
@@ -99,8 +105,11 @@ def for_python(schema: Any, *, is_plain: bool = False) -> Any:
 
     Patterns name groups as Python does: ECMAScript's ``(?<a>`` is ``(?P<a>``, and ``\\p{L}`` a
     class of all letters. ``dependencies`` are all schemas where some are: referencing 0.37 takes
-    the first of them for all. Raises UnsupportedSchemaError for a ``\\p`` of no general category.
-    is_plain: without lookahead too, where patterns begin with it.
+    the first of them for all. Counts without effect, such as 2**53 for no limit, are those that
+    ``re`` and all backends can hold. is_plain: without lookahead too, where patterns begin with it.
+
+    Raises UnsupportedSchemaError for a ``\\p`` of no general category, and for a least count that
+    no text reaches.
     """
     if not isinstance(schema, dict) or not any(map(_is_foreign, _schemas(schema))):
         return schema
@@ -108,14 +117,21 @@ def for_python(schema: Any, *, is_plain: bool = False) -> Any:
 
 
 def _is_foreign(node: dict[str, Any]) -> bool:
-    """Few schemas are, and each is asked: a look at three keys has to do for the others."""
+    """Few schemas are, and each is asked: a look at few keys has to do for the others."""
     if "dependencies" in node and _is_mixed(node["dependencies"]):
+        return True
+    if not _COUNTS.isdisjoint(node) and any(_is_vast(node, name) for name in _COUNTS):
         return True
     named = node.get("patternProperties")
     patterns = [*named] if isinstance(named, dict) else []
     if "pattern" in node:
         patterns.append(node["pattern"])
     return any(isinstance(text, str) and _FOREIGN.search(text) for text in patterns)
+
+
+def _is_vast(node: dict[str, Any], name: str) -> bool:
+    count = node.get(name)
+    return isinstance(count, int | float) and count > _MOST
 
 
 def _is_mixed(dependencies: Any) -> bool:
@@ -128,7 +144,17 @@ def _for_python(value: Any, write: Callable[[str], str]) -> Any:
         return [_for_python(part, write) for part in value]
     if not isinstance(value, dict):
         return value
-    changed = {k: v if k in _DATA else _for_python(v, write) for k, v in value.items()}
+    changed = {
+        key: {name: _for_python(inner, write) for name, inner in part.items()}
+        if key in _MAPS and isinstance(part, dict)  # of any names, those of keywords too
+        else (part if key in _DATA else _for_python(part, write))
+        for key, part in value.items()
+    }
+    for name in (name for name in _COUNTS if _is_vast(value, name)):
+        if name.startswith("min"):
+            reason = f"the JSON schema asks for {name}={value[name]}: no text reaches it"
+            raise UnsupportedSchemaError(f"{reason}; use at most {_MOST}")
+        changed[name] = _MOST
     if isinstance(value.get("pattern"), str):
         changed["pattern"] = write(value["pattern"])
     if isinstance(parts := changed.get("patternProperties"), dict):

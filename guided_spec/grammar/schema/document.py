@@ -76,6 +76,7 @@ class Document:
         self.draft = draft_of(root)
         self.has_parts = False
         self._places: dict[int, _Position] = {}  # of every schema, by its id
+        self._targets: dict[tuple[int, str], Target | None] = {}  # by the id of a place
         # By the name of a dynamic anchor, the schemas that have it, by the id of their resource.
         self._dynamic: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._repeated = set[str]()  # anchors that one resource has twice
@@ -93,12 +94,18 @@ class Document:
         """The target of ``node[keyword]``, or None."""
         if self.has_parts and id(node) not in self._places:
             return None  # a schema put together here: nothing says what it is relative to
-        reference = node[keyword]
+        at, reference = self._at(node), node[keyword]
+        if not isinstance(reference, str):
+            return None
+        if (id(at), reference) not in self._targets:
+            self._targets[id(at), reference] = self._look_up(at, reference)
+        return self._targets[id(at), reference]
+
+    def _look_up(self, at: _Position, reference: str) -> Target | None:
         spend(_OF_LOOK_UP)
-        at = self._at(node)
         try:
             found = at.resolver.lookup(reference)
-        except (Unresolvable, TypeError, ValueError):
+        except (Unresolvable, ValueError):
             return None
         schema = found.contents
         if isinstance(schema, dict) and id(schema) not in self._places:
@@ -147,9 +154,9 @@ class Document:
 
     def _below(self, part: Resource[Any], at: _Position) -> _Position:
         """The place of a schema right below another."""
-        resolver = at.resolver.in_subresource(part)
         if part.id() is None:
-            return at._replace(resolver=resolver)
+            return at
+        resolver = at.resolver.in_subresource(part)
         self.has_parts = True
         spend(_OF_INDEXING)
         self._entered[id(part.contents)].add(id(at.root))

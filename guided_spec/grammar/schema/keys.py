@@ -112,6 +112,16 @@ def required_keys(schema: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for part in parts for key in part.get("required", ())))
 
 
+def crowded(schema: Any, most: int) -> str | None:
+    """That an object in a schema lists more than ``most`` optional keys; None where none does."""
+    for part in every_part(schema):
+        names = part.get("properties", ()) if isinstance(part, dict) else ()
+        if len(names) > most and len(names) - len(part.get("required", ())) > most:
+            listed = f"an object lists {len(names):,} keys, such as {next(iter(names))!r}"
+            return f"{listed}: more than {most:,} of them are optional"
+    return None
+
+
 def every_part(schema: Any) -> Iterator[Any]:
     """A schema with ``$defs``, and all below it."""
     return chain.from_iterable(map(all_parts, [schema, *_definitions(schema).values()]))

@@ -25,7 +25,7 @@ from guided_spec.grammar.schema.lowered import (
 )
 from guided_spec.grammar.schema.lowering import TOO_LONG, Applicator, At, Lowering
 from guided_spec.grammar.schema.rivals import find_rivals
-from guided_spec.grammar.schema.unique.positions import judge_unique_items
+from guided_spec.grammar.schema.unique.positions import unique_items
 from guided_spec.grammar.schema.values import unique_arrays
 from guided_spec.grammar.steps import spend
 
@@ -510,9 +510,11 @@ def lower(
         note = Unenforced("", "$schema", reason, "name its draft", "note", by_backend=False)
         lowered = lowered._replace(entries=(*lowered.entries, note))
     if additional == "closed":
-        lowered = lowered._replace(schema=close_objects(lowered.schema).schema)
-    found = judge_unique_items(lowered.schema) if filtered else []
-    return lowered._replace(entries=(*lowered.entries, *found)) if found else lowered
+        lowered = lowered._replace(**close_objects(lowered.schema)._asdict())
+    if not filtered:
+        return lowered
+    items = unique_items(lowered.schema)
+    return lowered._replace(entries=(*lowered.entries, *items.entries), items=items.rules)
 
 
 def needs_lowering(schema: Any) -> bool:

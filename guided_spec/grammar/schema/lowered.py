@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
+from guided_spec.grammar.recipe import ItemRules
 from guided_spec.grammar.steps import spend
 
 _SHOWN = 5
@@ -33,10 +34,16 @@ class Unenforced(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """A schema in fewer keywords, and what could not be kept as it is."""
+    """A schema in fewer keywords, and what could not be kept as it is.
+
+    items: for the filter that keeps items unique; None where none have to be, or nothing filters.
+    open_at: see ``ClosedSchema``.
+    """
 
     schema: Any
     entries: tuple[Unenforced, ...]
+    items: ItemRules | None = None
+    open_at: tuple[str, ...] = ()
 
     @property
     def errors(self) -> list[Unenforced]:
@@ -143,7 +150,7 @@ def all_parts(schema: Any) -> Iterator[Any]:
         node = stack.pop()
         spend(1)
         yield node
-        if isinstance(node, dict):
+        if isinstance(node, dict) and not HOLDS_PARTS.isdisjoint(node):
             stack += parts_of(node)
 
 

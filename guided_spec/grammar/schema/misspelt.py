@@ -46,7 +46,7 @@ def misspelt(schema: Any) -> Iterator[Unenforced]:
         node, path = waiting.pop()
         if not isinstance(node, dict):
             continue
-        for keyword in node.keys() - _KNOWN:
+        for keyword in (name for name in node if name not in _KNOWN):
             meant = _meant(str(keyword))
             if meant is not None:
                 reason = f"it is no keyword of JSON Schema and says nothing; {meant!r} is one"
@@ -63,7 +63,11 @@ def _meant(keyword: str) -> str | None:
         return None
     plain = keyword.lower().replace("_", "").replace("-", "")
     base = plain.removeprefix("$")
-    forms = (base, base.removesuffix("s"), f"{base}s")
+    forms = [base, base.removesuffix("s"), f"{base}s"]
+    if len(base) > 3:  # two letters in each other's place
+        forms += [
+            base[:at] + base[at + 1] + base[at] + base[at + 2 :] for at in range(len(base) - 1)
+        ]
     found = difflib.get_close_matches(plain, _SPELLED, n=1, cutoff=_LIKE)
     alike = [one for one in forms if one in _SPELLED] or [one for one in found if len(one) >= _LONG]
     return _SPELLED[alike[0]] if alike else None

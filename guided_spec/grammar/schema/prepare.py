@@ -21,6 +21,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.regex import ANY_CASE
 from guided_spec.grammar.schema.dialect import (
     for_python,
     in_newest,
@@ -28,7 +29,7 @@ from guided_spec.grammar.schema.dialect import (
     split_dialects,
     with_draft,
 )
-from guided_spec.grammar.schema.keys import every_part
+from guided_spec.grammar.schema.keys import crowded
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
     AdditionalProperties,
@@ -46,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 _TOO_DEEP = "the JSON schema, or what its references lead to, is nested too deeply; flatten it"
 _MOST_OPTIONAL = 500  # of xgrammar 0.2.8: with 900, it compiles for 3.6 s
 _OF_VALIDATING = 150  # steps of one node
-_ANY_CASE, _OF_ANY_CASE = re.compile(r"\(\?[a-zA-Z]*i"), 10**6
+_OF_ANY_CASE = 10**6
 
 
 def check_schema(schema: Any) -> None:
@@ -124,7 +125,7 @@ def _type_fault(given: Any) -> str | None:
 
 def _compiles(pattern: str) -> bool:
     # Under (?i) ``re`` looks at every character of a range.
-    spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if _ANY_CASE.search(pattern) else 0))
+    spend(8 + 2 * len(pattern) + (_OF_ANY_CASE if ANY_CASE.search(pattern) else 0))
     try:
         return re.compile(pattern) is not None
     except (re.error, RecursionError, OverflowError):
@@ -166,23 +167,6 @@ def lower_checked(
         return lower(schema, filtered=filtered, additional=additional)
 
 
-def _crowded(schema: Any) -> Iterator[Unenforced]:
-    """An object of so many optional keys that xgrammar compiles it for seconds."""
-    for part in every_part(schema):
-        names = part.get("properties", ()) if isinstance(part, dict) else ()
-        if (
-            len(names) > _MOST_OPTIONAL
-            and len(names) - len(part.get("required", ())) > _MOST_OPTIONAL
-        ):
-            reason = (
-                f"an object lists {len(names):,} keys, such as {next(iter(names))!r}: more than "
-            )
-            reason += f"{_MOST_OPTIONAL} of them are optional"
-            fix = "leave the backend to 'auto', or list them under required"
-            yield Unenforced("", "properties", reason, fix)
-            return
-
-
 def examine_schema(lowered: Lowered) -> Lowered:
     """The schema rewritten for xgrammar, and what could not be kept; not to be changed.
 
@@ -190,7 +174,11 @@ def examine_schema(lowered: Lowered) -> Lowered:
     """
     with _broken_schemas():
         found = normalize(lowered)
-    return found._replace(entries=(*found.entries, *_crowded(lowered.schema)))
+    if reason := crowded(lowered.schema, _MOST_OPTIONAL):
+        fix = "leave the backend to 'auto', or list them under required"
+        entry = Unenforced("", "properties", reason, fix)
+        return found._replace(entries=(*found.entries, entry))
+    return found
 
 
 def require_enforced(prepared: Lowered) -> Any:

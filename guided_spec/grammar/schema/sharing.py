@@ -8,7 +8,7 @@ such a neighbour of the keys that are listed and match it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from guided_spec.errors import GrammarCompileError
@@ -21,7 +21,8 @@ from guided_spec.grammar.schema.joining import (
     merge_parts,
     text_of,
 )
-from guided_spec.grammar.schema.lowered import change_parts, find
+from guided_spec.grammar.schema.lowered import all_parts, change_parts, escape, find
+from guided_spec.grammar.steps import spend
 
 _MOST = 4_096  # definitions that are made
 
@@ -42,6 +43,58 @@ def share_joined(schema: Any, alternatives: Alternatives = "together") -> dict[s
     sharing = _Sharing(schema, alternatives)
     shared = sharing.run()
     return shared if sharing.is_changed and len(sharing.names) <= _MOST else None
+
+
+def joins_itself(schema: Any) -> bool:
+    """Whether what a lowered schema joins with a reference leads back to the joined definition.
+
+    llguidance refuses nearly all of these.
+    """
+    if not isinstance(schema, dict) or "$defs" not in schema:
+        return False
+    roots = {"#": schema} | {
+        f"#/$defs/{escape(name)}": part for name, part in schema["$defs"].items()
+    }
+    targets: dict[str, set[str]] = {}
+    joined: dict[str, set[str]] = {}
+    for name, root in roots.items():
+        nodes = [node for node in all_parts(root) if isinstance(node, dict)]
+        targets[name] = {node["$ref"] for node in nodes if "$ref" in node}
+        parts = [part for node in nodes for part in (*_beside_others(node), *_of_keys(node))]
+        joined[name] = {part["$ref"] for part in parts if is_reference(part)}
+    return any(
+        name in _reached(reference, targets) for name, ones in joined.items() for reference in ones
+    )
+
+
+def _reached(reference: str, targets: Mapping[str, set[str]]) -> set[str]:
+    found, waiting = {reference}, [reference]
+    while waiting:
+        more = targets.get(waiting.pop(), set()) - found
+        found |= more
+        waiting += more
+    spend(len(found))
+    return found
+
+
+def _beside_others(node: dict[str, Any]) -> list[Any]:
+    """What holds of a value besides others; empty where it is one part alone."""
+    parts = [*node.get("allOf", ()), *([{"$ref": node["$ref"]}] if "$ref" in node else [])]
+    return [] if len(parts) == 1 and len(node) == 1 else parts
+
+
+def _of_keys(node: dict[str, Any]) -> Iterator[Any]:
+    """What holds of listed keys besides others: they match patterns of keys."""
+    for name, ones in _matched(node).items():
+        if ones:
+            yield node["properties"][name]
+            yield from (node["patternProperties"][one] for one in ones)
+
+
+def _matched(node: dict[str, Any]) -> dict[str, list[str]]:
+    """The patterns of keys that each listed key matches."""
+    patterns = node.get("patternProperties", {})
+    return {n: [one for one in patterns if holds(one, n)] for n in node.get("properties", ())}
 
 
 class _Sharing:
@@ -93,9 +146,7 @@ class _Sharing:
 
     def _joined(self, node: dict[str, Any]) -> Any:
         """One schema for a reference and its neighbours; None where there are none, or no such."""
-        parts = [*node.get("allOf", ()), *([{"$ref": node["$ref"]}] if "$ref" in node else [])]
-        is_alone = len(parts) == 1 and len(node) == 1
-        if is_alone or not any(map(is_reference, parts)):
+        if not any(map(is_reference, _beside_others(node))):
             return None
         return merge_parts(node, self._target)
 
@@ -128,7 +179,7 @@ def _with_patterns_apart(node: dict[str, Any]) -> dict[str, Any]:
     As it is where none does, or a pattern would be too long.
     """
     listed, patterns = node.get("properties", {}), node.get("patternProperties", {})
-    matched = {name: [one for one in patterns if holds(one, name)] for name in listed}
+    matched = _matched(node)
     if not any(matched.values()):
         return node
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.schema.dialect import with_categories
+from guided_spec.grammar.schema.dialect import for_python, with_categories
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.schema.prepare import lower_checked
@@ -245,3 +245,55 @@ def test_keys_by_their_category() -> None:
 def test_other_properties_are_refused_by_name(pattern: str, name: str) -> None:
     with pytest.raises(UnsupportedSchemaError, match=re.escape(name)):
         lower_checked({"type": "string", "pattern": pattern})
+
+
+VAST = (2**31, 2**53, 2**64, 1e30)
+
+
+@pytest.mark.parametrize("most", VAST)
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string", "maxLength": 0}, "a"),
+        ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 0}, "ab"),
+        ({"type": "string", "format": "date", "maxLength": 0}, "2024-01-01"),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 0}, [None]),
+        ({"additionalProperties": {"type": "null"}, "maxProperties": 0}, {"a": None}),
+        ({"propertyNames": {"maxLength": 0}, "additionalProperties": {"const": 1}}, {"a": 1}),
+        ({"type": "array", "contains": {"const": 1}, "items": {"type": "integer"}}, [2, 1]),
+        ({"properties": {"maxLength": {"type": "string", "maxLength": 0}}}, {"maxLength": "a"}),
+    ],
+)
+def test_a_vast_most_is_none(schema: dict[str, Any], value: Any, most: float, backend: str) -> None:
+    written = json.loads(json.dumps(schema).replace('": 0', f'": {most!r}'))
+    if "contains" in schema:
+        written["maxContains"] = most
+    if backend == "xgrammar" and schema.keys() & {"pattern", "format", "propertyNames"}:
+        backend = "auto"  # which of both takes it is not what is tried
+    compiled = BackendChoice(backend, BYTES).compile(GrammarSpec.json_schema(written))
+    assert accepts(compiled, json.dumps(value))
+
+
+@pytest.mark.parametrize("name", ["minLength", "minItems", "minProperties"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_vast_least_is_refused_by_name(name: str, *, inside: bool) -> None:
+    schema: dict[str, Any] = {name: 2**53}
+    schema = {"type": "object", "propertyNames": schema} if inside else schema
+    with pytest.raises(UnsupportedSchemaError, match=f"{name}=9007199254740992: no text"):
+        BackendChoice("auto", BYTES).compile(GrammarSpec.json_schema(schema))
+
+
+def test_keys_that_are_named_like_keywords_are_schemas() -> None:
+    """Beside a schema that is rewritten for Python."""
+    group = {"type": "string", "pattern": "^(?<y>a)$"}
+    listed = {"type": "array", "items": {"type": "string"}, "minItems": 1, "required": ["x"]}
+    names = {"default": group, "const": group, "enum": group, "dependencies": listed}
+    schema = {"type": "object", "properties": names, "required": ["default"]}
+    python = {**group, "pattern": "^(?P<y>a)$"}
+    assert for_python(schema)["properties"] == {
+        **dict.fromkeys(("default", "const", "enum"), python),
+        "dependencies": listed,
+    }
+    listing = {"enum": [{"maxLength": 2**60}], "maxLength": 2**60}
+    assert for_python(listing) == {**listing, "maxLength": 2**31 - 2}

@@ -33,6 +33,9 @@ KEYWORDS = ["properties", "required", "additionalProperties", "items", "enum", "
         ("ref", "$ref"),
         ("$def", "$defs"),
         ("Type", "type"),
+        ("itmes", "items"),
+        ("enmu", "enum"),
+        ("tpye", "type"),
     ],
 )
 def test_what_was_meant_is_named(written: str, meant: str) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, LLGuidanceSource
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.sharing import share_joined
+from guided_spec.grammar.schema.sharing import joins_itself, share_joined
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts
 
@@ -115,6 +115,44 @@ def test_nothing_to_join_is_nothing() -> None:
     reference = {"$ref": "#/$defs/a"}
     plain = {**reference, "$defs": {"a": {"type": "array", "items": reference}}}
     assert share_joined(plain) is None
+
+
+@pytest.mark.parametrize(
+    ("part", "does"),
+    [
+        ({"items": {"$ref": "#/$defs/a"}}, False),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, False),
+        ({"allOf": [{"$ref": "#/$defs/b"}, {"minItems": 1}]}, False),
+        ({"items": {"allOf": [{"$ref": "#/$defs/a"}, {"minItems": 1}]}}, True),
+        ({"items": {"$ref": "#/$defs/c", "minItems": 1}}, True),
+        ({"properties": {"x": {"$ref": "#/$defs/a"}}, "patternProperties": {"^y": {}}}, False),
+        ({"properties": {"x": {"$ref": "#/$defs/a"}}, "patternProperties": {"^x": {}}}, True),
+        ({"properties": {"x": {}}, "patternProperties": {"x": {"$ref": "#/$defs/a"}}}, True),
+    ],
+)
+def test_what_is_joined_with_itself_is_seen(part: dict[str, Any], does: bool) -> None:  # noqa: FBT001
+    definitions = {"a": part, "b": {"type": "array"}, "c": {"items": {"$ref": "#/$defs/a"}}}
+    assert joins_itself({"$ref": "#/$defs/a", "$defs": definitions}) is does
+
+
+def test_the_form_that_is_taken_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/node"}},
+        "patternProperties": {"^[a-z]$": {"$ref": "#/$defs/node"}},
+        "additionalProperties": False,
+    }
+    texts: list[str] = []
+    new = LLGuidanceSource.new
+
+    def counted(source: LLGuidanceSource) -> Any:
+        texts.append(source.text)
+        return new(source)
+
+    monkeypatch.setattr(LLGuidanceSource, "new", counted)
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    assert accepts(LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema(schema)), '{"x": {}}')
+    assert len(set(texts)) == 1
 
 
 # Resources that hold each other, told apart by a key, as FHIR's: none of them says that it is an

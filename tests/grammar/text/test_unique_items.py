@@ -25,7 +25,6 @@ from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.recipe import ItemRule, RecipeGrammar
 from guided_spec.grammar.schema.joining import canonical
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.unique.positions import item_rules
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.item_state import START, ItemState, advance
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
@@ -384,7 +383,7 @@ def test_a_recipe_tells_what_is_unique(name: str) -> None:
     recipe = pickle.loads(pickle.dumps(grammar.recipe()))
     again = own.rebuild(GrammarSpec.json_schema(SCHEMAS["placed"]), recipe)
     assert isinstance(again, UniqueKeysGrammar)
-    assert again.items == item_rules(lower(SCHEMAS["placed"], additional="closed").schema)
+    assert again.items == lower(SCHEMAS["placed"], additional="closed").items
     assert accepts_all(again, '{"u": ["a", "b"], "v": [1, 1]}')
     assert not accepts_all(again, '{"u": ["a", "a"')
 

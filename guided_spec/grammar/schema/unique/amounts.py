@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.formats import FORMATS
-from guided_spec.grammar.regex import RE_PARSER
+from guided_spec.grammar.regex import ANY_CASE, RE_PARSER
 from guided_spec.grammar.schema.joining import merge_parts
 from guided_spec.grammar.schema.values import keep_valid
 from guided_spec.grammar.steps import spend, spend_on_value
@@ -17,7 +17,6 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _OF_PLACE = 16  # steps
 _DEPTH = 12
 _ENOUGH = 10**6  # values: more are not told apart
-_ANY_CASE = re.compile(r"\(\?[a-z]*i")
 _NO_CONDITION = frozenset({"anyOf", "title", "description", "default", "$comment"})
 _LOOKS = re.compile(r"\(\?(?:[=!]|<[=!]|\()")  # at what comes next, or came before
 
@@ -194,7 +193,7 @@ def _of_string(node: dict[str, Any]) -> _Amount:
 
 def texts_of(pattern: str) -> float:
     """How many different texts a pattern surely matches, if it covers the whole text."""
-    if _LOOKS.search(pattern) or _ANY_CASE.search(pattern):
+    if _LOOKS.search(pattern) or ANY_CASE.search(pattern):
         return 0
     return _of_parts(RE_PARSER.parse(pattern))
 

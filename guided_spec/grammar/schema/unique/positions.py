@@ -36,21 +36,25 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _LONGEST_NUMBER = 12  # characters
 
 
-def has_unique_items(schema: Any) -> bool:
-    """Whether a lowered schema asks for unique items anywhere."""
+class UniqueItems(NamedTuple):
+    """Of a lowered schema.
+
+    rules: what a filter needs to know; None where no items have to be unique. entries: what of
+    ``uniqueItems`` cannot be kept, and where it holds for more arrays.
+    """
+
+    rules: ItemRules | None = None
+    entries: tuple[Unenforced, ...] = ()
+
+
+def unique_items(schema: Any) -> UniqueItems:
+    """What ``uniqueItems`` asks for anywhere in a lowered schema."""
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     roots = [schema, *definitions.values()]
-    return any(_is_unique(part) for root in roots for part in all_parts(root))
-
-
-def item_rules(schema: Any) -> ItemRules | None:
-    """What a filter needs to know of a lowered schema; None where no items have to be unique."""
-    return _Positions(schema).rules() if has_unique_items(schema) else None
-
-
-def judge_unique_items(schema: Any) -> list[Unenforced]:
-    """What of ``uniqueItems`` in a lowered schema cannot be kept, and where it says more."""
-    return [*_Positions(schema).entries()] if has_unique_items(schema) else []
+    if not any(_is_unique(part) for root in roots for part in all_parts(root)):
+        return UniqueItems()
+    found = _Positions(schema)
+    return UniqueItems(found.rules(), tuple(found.entries()))
 
 
 def _is_unique(node: Any) -> bool:
