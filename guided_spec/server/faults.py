@@ -45,9 +45,6 @@ _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
 """The code and the argument of errors that the client can mend; the first that fits."""
 
 
-_MOST_REASONS = 4
-
-
 class ApiError(Exception):
     """A request ends with this status.
 
@@ -116,12 +113,6 @@ def invalid_value(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
-def unknown_parameter(param: str) -> ApiError:
-    """A field of the request that this server does not have."""
-    message = f"{param}: this server does not know it; leave it out"
-    return ApiError(400, message, code="unknown_parameter", param=param)
-
-
 def require_model(name: str | None, served: Sequence[str]) -> None:
     """Raise ApiError, 404, for a model that is not served."""
     if name is not None and name not in served:
@@ -177,7 +168,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> Response:
-        return validation_fault(error.errors()).response()
+        return _request_fault(error.errors()[0]).response()
 
     @app.exception_handler(404)
     async def _unknown_path(request: Request, _error: Exception) -> Response:
@@ -206,22 +197,10 @@ def unreadable_body() -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def validation_fault(faults: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong: where, and what is expected there.
-
-    faults: pydantic's details of them, at least one.
-    """
-    first = faults[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "extra_forbidden":
-        return unknown_parameter(".".join(path))
-    reasons = [first["msg"]]
-    others = [e["msg"] for e in faults[1:] if e["loc"][:1] == first["loc"][:1]]
-    if others:  # none of the kinds of values that the argument may have
-        path = path[:1]
-        reasons = list(dict.fromkeys([*reasons, *others]))
-    shown = ".".join(path)
-    message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
-    if not shown:
-        message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"
-    return invalid_value(message, shown or None)
+def _request_fault(fault: Any) -> ApiError:
+    """What FastAPI says of a request whose body was not read, or of another part of it."""
+    param = ".".join(str(part) for part in fault["loc"] if part != "body")
+    message = (
+        f"{param or 'the body'}: {fault['msg']}; send JSON with Content-Type: application/json"
+    )
+    return invalid_value(message, param or None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from guided_spec.engine.chats.template import template_reads
 from guided_spec.kinds import require_known_fields
 from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
 from guided_spec.server.faults import ApiError, invalid_value
@@ -21,8 +22,27 @@ _OF_THOUGHT = ("type", "thinking", "signature")
 _OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE)
 
 
+class CacheControl(Strict):
+    """What may be kept of a prompt; it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Sender(Strict):
+    """Anthropic's ``metadata``; it changes nothing."""
+
+    user_id: str | None = None
+
+
 class CountBody(Strict):
     """The body of ``POST /v1/messages/count_tokens``. The last one changes nothing."""
+
+    elsewhere = {
+        **{"input": "messages", "prompt": "messages", "instructions": "system"},
+        **{"reasoning_effort": "output_config.effort", "response_format": "output_config.format"},
+        **{"max_output_tokens": "max_tokens", "stop": "stop_sequences", "reasoning": "thinking"},
+    }
 
     model: str | None = None
     messages: Annotated[Objects, Field(min_length=1)]
@@ -32,11 +52,11 @@ class CountBody(Strict):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesBody(CountBody):
-    """The body of ``POST /v1/messages``. The last ones change nothing."""
+    """The body of ``POST /v1/messages``. The last two change nothing."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Stops | None = None
@@ -45,8 +65,11 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
 
-    metadata: Any = None
-    service_tier: Any = None
+    # Ours, as in other bodies.
+    on_short: Literal["error", "return"] | None = None
+
+    metadata: Sender | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def as_chat(body: MessagesBody, template: str) -> ChatBody:
@@ -63,6 +86,7 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
         "top_p": body.top_p,
         "top_k": body.top_k,
         "stop": body.stop_sequences,
+        "on_short": body.on_short,
     }
     return ChatBody.model_validate({**chat, **fields})
 
@@ -92,7 +116,11 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
 
 def _effort(effort: Any, template: str) -> Any:
     """What to tell the template; Anthropic's default asks for nothing where it reads none."""
-    return None if effort == "high" and "reasoning_effort" not in template else effort
+    return None if effort == "high" and not _reads("reasoning_effort", template) else effort
+
+
+def _reads(name: str, template: str) -> bool:
+    return name in template_reads(template).variables
 
 
 def _response_format(wanted: Any) -> Any:
@@ -111,7 +139,7 @@ def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any]
     if wanted is None:
         return None
     require_known_fields("thinking", wanted, ("type", "budget_tokens", "display"))
-    kind, is_known = wanted.get("type"), "enable_thinking" in template
+    kind, is_known = wanted.get("type"), _reads("enable_thinking", template)
     if kind not in ("enabled", "disabled", "adaptive"):
         raise _fault("thinking.type", "must be enabled, disabled or adaptive")
     if kind == "enabled" and not is_known:

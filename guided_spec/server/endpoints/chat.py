@@ -17,6 +17,7 @@ from guided_spec.engine.chat import (
     ChatStream,
     ToolCallDelta,
 )
+from guided_spec.engine.chats.messages import num_letters, read_messages
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
 from guided_spec.grammar.tools.custom import INPUT, custom_names
@@ -24,7 +25,6 @@ from guided_spec.grammar.tools.format import ToolCall
 from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.custom_calls import CustomCalls
 from guided_spec.server.endpoints.messages import (
-    plain_messages,
     style_variables,
     template_variables,
 )
@@ -148,9 +148,8 @@ class ChatRun:
             options["parallel_tool_calls"] = body.parallel_tool_calls
         if body.tools:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
-        messages = plain_messages(body.messages, service.template)
-        length = sum(len(message["content"]) for message in messages)
-        service.require_length(length, "messages", unit="characters")
+        messages = read_messages(body.messages, service.template)
+        service.require_length(num_letters(messages), "messages", unit="characters")
         return service.llm.prepare_chat(messages, body.tools or None, **options)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from guided_spec.kinds import require_known_fields
+from guided_spec.engine.chats.messages import plain_text, require_arguments, require_role
+from guided_spec.kinds import require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
-from guided_spec.server.endpoints.messages import plain_text
 from guided_spec.server.faults import ApiError, invalid_value
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -87,6 +87,7 @@ def _messages(
         where = f"input[{index}]"
         match _kind_of(item, where):
             case "message":
+                require_role(f"{where}.role", item.get("role"))
                 text = plain_text(item.get("content"), f"{where}.content")
                 messages.append({"role": item.get("role"), "content": text})
             case "reasoning":
@@ -101,7 +102,7 @@ def _messages(
                 text = plain_text(item.get("output"), f"{where}.output")
                 messages.append({**known, "content": text})
             case other:
-                raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
+                require_one_of(f"{where}.type", other, _OF_ITEM)
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
@@ -120,6 +121,8 @@ def _add_call(
     called = {"name": item.get("name"), given: item.get(given)}
     if not all(isinstance(value, str) for value in called.values()):
         raise _fault(where, f"must have a name and {given}, both str")
+    if kind == "function":
+        require_arguments(f"{where}.{given}", called[given])
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     call = {"id": _call_id(item.get("call_id")), "type": kind, kind: called}

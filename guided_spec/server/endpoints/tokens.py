@@ -7,8 +7,9 @@ from typing import Any
 from fastapi.responses import Response
 
 from guided_spec.engine.chat import ChatOptions
+from guided_spec.engine.chats.messages import num_letters, read_messages
 from guided_spec.server.endpoints.bodies import TokenizeBody
-from guided_spec.server.endpoints.messages import plain_messages, template_variables
+from guided_spec.server.endpoints.messages import template_variables
 from guided_spec.server.endpoints.replies import TokenizeReply
 from guided_spec.server.faults import invalid_value, json_response
 from guided_spec.server.service import Service
@@ -29,9 +30,8 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
 
 def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
     assert body.messages is not None  # as the caller knows
-    messages = plain_messages(body.messages, service.template)
-    length = sum(len(message["content"]) for message in messages)
-    service.require_length(length, "messages", unit="characters")
+    messages = read_messages(body.messages, service.template)
+    service.require_length(num_letters(messages), "messages", unit="characters")
     variables = template_variables(body.chat_template_kwargs, service.template_arguments)
     options: ChatOptions = {"chat_template_kwargs": variables}
     return service.llm.prepare_chat(messages, body.tools, **options).prompt_ids

@@ -160,7 +160,8 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
         ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "does not read it"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            *("input[0].content", "input[0].content[0]: this model reads text, not 'input_image'"),
+            "input[0].content[0].type",
+            "input[0].content[0].type='input_image': this model reads text",
         ),
     ],
 )
