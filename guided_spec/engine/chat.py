@@ -284,10 +284,10 @@ class Chat:
         asked = _asked(options)
         variables = dict(options.get("chat_template_kwargs") or {})
         listed = tool_dicts(tools) if tools else None
+        parsed = read_tools(tools or [])
         template = template_text(self._tokenizer, {**variables, "tools": listed})
         require_variables(variables, template, render_arguments(self._tokenizer))
         prompt = self._render(read_messages(messages, template), {**variables, "tools": listed})
-        parsed = read_tools(tools or [])
         _require_rendered(parsed, template, prompt)
         choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
         reader = self._reader(template, prompt, left, options)

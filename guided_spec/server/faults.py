@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,10 @@ class ApiError(Exception):
     """A request ends with this status.
 
     param: the argument that is at fault, None where it is none. headers: of the response.
+    owner: of a grammar that is at fault, see ``GrammarCompileError``.
     """
+
+    owner: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -95,7 +98,9 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
             found = error.argument if isinstance(error, ConfigError) else argument
             # What else the library would take, clients cannot send.
             message = error.reason if isinstance(error, BudgetTooSmallError) else str(error)
-            return ApiError(400, message, code=code, param=found or param)
+            fault = ApiError(400, message, code=code, param=found or param)
+            fault.owner = error.owner if isinstance(error, GrammarCompileError) else ()
+            return fault
     if isinstance(error, RequestCancelledError):
         return stopping()
     if isinstance(error, GrammarWorkerError):
@@ -121,17 +126,28 @@ def require_model(name: str | None, served: Sequence[str]) -> None:
 
 
 @contextmanager
-def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+def named_as_sent(
+    names: Mapping[str, str], flat: Callable[[str], str] = lambda path: path
+) -> Iterator[None]:
     """Errors of an argument, or of a part of one, name what the client sent for it.
 
-    names: of arguments, with those that the client knows. Raises ApiError.
+    names: of arguments, with those that the client knows. flat: the place of a tool or choice
+    where the client wrote it, from its place in a chat. Raises ApiError.
     """
     try:
         yield
     except GuidedSpecError as error:
-        raise _renamed(api_error(error), names) from error
+        raise _flattened(_renamed(api_error(error), names), flat) from error
     except ApiError as fault:
-        raise _renamed(fault, names) from fault
+        raise _flattened(_renamed(fault, names), flat) from fault
+
+
+def _flattened(fault: ApiError, flat: Callable[[str], str]) -> ApiError:
+    path = fault.param or ""
+    if re.match(r"tools?(_choice)?\b", path):
+        fault.param = flat(path)
+        fault.message = fault.message.replace(path, fault.param, 1)
+    return fault
 
 
 def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:

@@ -43,7 +43,7 @@ def form_content(form: GrammarSpec) -> dict[str, Any]:
             schema = _parsed(form)
             if form.strict:
                 require_spelled("response_format", schema, strict=True)
-            return {"type": "json_schema", "json_schema": schema, OWNER: "the response_format"}
+            return {"type": "json_schema", "json_schema": schema, OWNER: ["the response_format"]}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":

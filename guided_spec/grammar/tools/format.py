@@ -230,7 +230,9 @@ def _read_one(place: str, given: Any, tool: Mapping[str, Any]) -> Tool:
         name = _name(f"{place}.custom", custom)
         return Tool(name, PARAMETERS, input_content(place, custom), "custom")
     function = tool.get("function")
-    if tool.get("type") != "function" or function is None:
+    if isinstance(function, Mapping):
+        require_one_of(f"{place}.type", tool.get("type"), ("function", "custom"))
+    if function is None or tool.get("type") != "function":
         fix = 'must be {"type": "function", "function": {"name": ..., "parameters": {...}}}'
         raise ConfigError(place, tool, fix)
     require_known_fields(place, tool, ("type", "function"))
@@ -365,7 +367,7 @@ class MarkedReader:
 
 
 OWNER = "owner"
-"""A field that our tags add to a schema: whose schema it is, in the words of an error."""
+"""A field that our tags add to a schema: whose it is, as the words and names of an error."""
 
 
 class Arguments(NamedTuple):
@@ -392,7 +394,7 @@ def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def schema_content(tool: Tool, schema: Any, key: str | None = None) -> dict[str, Any]:
     """A part of a structural tag: JSON under a tool's schema, or that of its argument ``key``."""
-    owner = f"the tool {tool.name!r}" + ("" if key is None else f", argument {key!r}")
+    owner = ["the tool", tool.name, *([] if key is None else ["argument", key])]
     if tool.input is not None:
         text = in_sequence(literal('"'), {**tool.input, OWNER: owner}, literal('"'))
         return text if key else in_sequence(literal(f'{{"{INPUT}": '), text, literal("}"))

@@ -33,6 +33,11 @@ _PARAMS = {
 }
 
 
+def _flat(path: str) -> str:
+    """Here a tool is no function that is nested in it."""
+    return path.replace(".function.parameters", ".input_schema").replace(".function", "")
+
+
 class TextBlock(BaseModel):
     """What the model says."""
 
@@ -103,7 +108,7 @@ class TokenCount(BaseModel):
 async def count_tokens(service: Service, body: CountBody) -> TokenCount:
     """The tokens of a prompt, its tools included. Raises ApiError."""
     chat = await service.workers.run(lambda: counted_chat(body, service.template))
-    with named_as_sent(_PARAMS):
+    with named_as_sent(_PARAMS, _flat):
         run = ChatRun(service, ChatBody.model_validate(chat))
         return TokenCount(input_tokens=await run.count_tokens())
 
@@ -145,7 +150,7 @@ class MessagesHandler:
         yield _sent(MessageEvent(type="message_stop"))
 
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Any], None]:
-        with named_as_sent(_PARAMS):
+        with named_as_sent(_PARAMS, _flat):
             async with aclosing(self._run.requests()) as chunks:
                 async for one in chunks:
                     yield one

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from guided_spec.engine.chats.template import template_reads
-from guided_spec.kinds import require_known_fields
+from guided_spec.kinds import nearest_names, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
 from guided_spec.server.faults import ApiError, invalid_value
 
@@ -140,8 +140,7 @@ def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any]
         return None
     require_known_fields("thinking", wanted, ("type", "budget_tokens", "display"))
     kind, is_known = wanted.get("type"), _reads("enable_thinking", template)
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise _fault("thinking.type", "must be enabled, disabled or adaptive")
+    require_one_of("thinking.type", kind, ("enabled", "disabled", "adaptive"))
     if kind == "enabled" and not is_known:
         raise _fault("thinking.type", "this model's thinking cannot be turned on; leave it out")
     is_told = is_known and kind != "adaptive"
@@ -158,7 +157,10 @@ def _choice(choice: Mapping[str, Any]) -> Any:
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
     if choice:
-        raise _fault("tool_choice", 'must be of type auto, any or none, or tool with a "name"')
+        near = nearest_names(str(choice.get("type")), ("auto", "any", "none", "tool"))[:1]
+        meant = f"; did you mean {near[0]}?" if near else ""
+        fix = f'must be of type auto, any or none, or tool with a "name"{meant}'
+        raise _fault("tool_choice", fix)
     return None
 
 
