@@ -44,6 +44,15 @@ class ModelOptions:
         str | None,
         typer.Option(help="Spread the model over devices: auto, or a JSON map."),
     ] = None
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Maximum concurrent sequences. [16, or vLLM's default]")
+    ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum tokens of prompt and output.")
+    ] = None
+    kv_memory_bytes: Annotated[
+        int | None, typer.Option(help="Memory for the KV cache. [by free memory]")
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False

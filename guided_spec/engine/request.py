@@ -397,7 +397,10 @@ class Request:
         is_whole = self._is_whole(reason)
         if reason == "stop" and self.stats.steered and not self._output.is_stopped:
             reason = "length"  # the budget ended the text, not the model
-        if error is None and (reason == "length" or self.stats.steered):
+        # A whole text of a grammar may end with free text, which is not shortened here.
+        is_cut = reason == "length" and not (is_whole and params.complete is not False)
+        is_cut &= params.grammar is not None
+        if error is None and (is_cut or self.stats.steered):
             error = self._shortened()
             reason = reason if error is None else "error"
         is_complete = error is None and is_whole
