@@ -196,8 +196,11 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
 
-    def __new__(cls, *_args: object, **given: object) -> SamplingParams:
+    def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Raise UnknownOptionError, with the nearest names, for a field that there is not."""
+        if args:
+            fix = "SamplingParams takes its values by name, such as max_tokens=64"
+            raise ConfigError("params", args[0], fix)
         for name in given.keys() - cls.__dataclass_fields__.keys():
             require_known(name, given[name], cls.__dataclass_fields__)
         return object.__new__(cls)

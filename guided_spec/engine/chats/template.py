@@ -75,7 +75,7 @@ def render_arguments(tokenizer: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def template_reads(template: str) -> TemplateReads:
-    """What the template reads; nothing of one that cannot be parsed, which fails when it renders."""
+    """What the template reads; nothing of one that cannot be parsed: it fails when it renders."""
     environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])  # noqa: S701
     try:
         tree = environment.parse(template)
@@ -139,7 +139,8 @@ class _Walk:
         """Names that are set here, and not asked for: whether they are there, or else a default."""
         tests = [t for t in self._tree.find_all(nodes.Test) if t.name in ("defined", "undefined")]
         defaults = [f for f in self._tree.find_all(nodes.Filter) if f.name in ("default", "d")]
-        asked = {one.node.name for one in (*tests, *defaults) if isinstance(one.node, nodes.Name)}
+        of = [one.node for one in tests] + [one.node for one in defaults]
+        asked = {one.name for one in of if isinstance(one, nodes.Name)}
         names = self._tree.find_all(nodes.Name)
         return frozenset(name.name for name in names if name.ctx in ("store", "param")) - asked
 
@@ -181,8 +182,8 @@ class _Walk:
                 return self._paths(node.node)
             case nodes.Getitem():
                 return _below(self._paths(node.node), EACH)
-            case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=name), *_]):
-                return _below(self._paths(node.node.node), str(name))
+            case nodes.Call(node=nodes.Getattr(attr="get", node=of), args=[nodes.Const() as key, *_]):
+                return _below(self._paths(of), str(key.value))
             case nodes.Filter(name="first" | "last"):
                 return _below(self._paths(node.node), EACH)
             case nodes.Filter():
