@@ -10,7 +10,7 @@ from typing import Any
 
 # A fix in Python's words that a command may not have: it stands last.
 _LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
-_ATTRIBUTE = re.compile(r" \(its output has \w+=\w+\)")
+_OTHERS = re.compile(r" \(its output has \w+=\w+\)|, or \w+=\{[^}]*\} to chat")
 
 
 def option_names(command: Any) -> dict[str, str]:
@@ -24,7 +24,7 @@ def option_names(command: Any) -> dict[str, str]:
 
 def spoken(message: str, options: Mapping[str, str]) -> str:
     """A message as a command says it: names of arguments become those of its options."""
-    message = _ATTRIBUTE.sub("", message)
+    message = _OTHERS.sub("", message)
     message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
     if not options:
         return message

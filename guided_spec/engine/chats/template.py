@@ -182,7 +182,9 @@ class _Walk:
                 return self._paths(node.node)
             case nodes.Getitem():
                 return _below(self._paths(node.node), EACH)
-            case nodes.Call(node=nodes.Getattr(attr="get", node=of), args=[nodes.Const() as key, *_]):
+            case nodes.Call(
+                node=nodes.Getattr(attr="get", node=of), args=[nodes.Const() as key, *_]
+            ):
                 return _below(self._paths(of), str(key.value))
             case nodes.Filter(name="first" | "last"):
                 return _below(self._paths(node.node), EACH)
