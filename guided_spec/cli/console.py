@@ -67,7 +67,9 @@ def working(words: str) -> Status:
 
 
 @contextmanager
-def failures_as_messages(options: Mapping[str, str], *, as_json: bool = False) -> Iterator[None]:
+def failures_as_messages(
+    options: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
     options: of the command, by the arguments that messages name.
@@ -77,6 +79,7 @@ def failures_as_messages(options: Mapping[str, str], *, as_json: bool = False) -
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
     _hide_progress_bars()
+    options = options or {}
     try:
         with log_as_spoken(logging.lastResort, options):
             yield

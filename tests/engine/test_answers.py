@@ -294,7 +294,7 @@ def test_sampled_texts_do_not_depend_on_what_becomes_of_them(llm: LLM) -> None:
 def test_free_text_is_never_refused(llm: LLM) -> None:
     """Nothing shortens it."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, on_short="error")
-    calls = (llm.generate, lambda *given: [c.completion for c in llm.stream(*given)][-1:])
+    calls: Any = (llm.generate, lambda *given: [c.completion for c in llm.stream(*given)][-1:])
     for call in (*calls, llm.map):
         (output,) = call(["A"], params)
         assert (output.finish_reason, output.was_shortened) == ("length", False)

@@ -23,6 +23,13 @@ from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 
+class _Any:
+    """Classes that a type checker does not look at."""
+
+    LLM: Any = LLM
+    SamplingParams: Any = SamplingParams
+
+
 class Contact(BaseModel):
     """A grammar by its type."""
 
@@ -69,27 +76,28 @@ def test_asyncio_takes_them_too(llm: LLM) -> None:
 
 
 def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
+    any_llm: Any = llm  # as a type checker would refuse some of them
     short = SamplingParams(max_tokens=40)
     chat: Any = [{"role": "user", "content": "on"}]
-    plain = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
+    plain: Any = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
     outputs = {
-        llm.generate("on", grammar=Contact, params=short)[0].text,
-        llm.generate("on", Contact, short)[0].text,
-        llm.generate("on", short, Contact)[0].text,
-        llm.generate("on", Contact, params=short)[0].text,
-        llm.generate("on", short, response_format=Contact)[0].text,
-        next(llm.map(["on"], Contact, short)).text,
-        next(llm.map(["on"], short, response_format=Contact)).text,
-        "".join(chunk.text for chunk in llm.stream("on", Contact, short)),
-        asyncio.run(llm.agenerate("on", Contact, short))[0].text,
-        llm.chat(chat, None, Contact, params=short, **plain).text,
-        llm.chat(chat, Contact, short, **plain).text,
-        llm.chat(chat, short, response_format=Contact, **plain).text,
-        [c for c in llm.stream_chat(chat, Contact, short, **plain)][-1].completion.text,
-        asyncio.run(llm.achat(chat, Contact, short, **plain)).text,
+        any_llm.generate("on", grammar=Contact, params=short)[0].text,
+        any_llm.generate("on", Contact, short)[0].text,
+        any_llm.generate("on", short, Contact)[0].text,
+        any_llm.generate("on", Contact, params=short)[0].text,
+        any_llm.generate("on", short, response_format=Contact)[0].text,
+        next(any_llm.map(["on"], Contact, short)).text,
+        next(any_llm.map(["on"], short, response_format=Contact)).text,
+        "".join(chunk.text for chunk in any_llm.stream("on", Contact, short)),
+        asyncio.run(any_llm.agenerate("on", Contact, short))[0].text,
+        any_llm.chat(chat, None, Contact, params=short, **plain).text,
+        any_llm.chat(chat, Contact, short, **plain).text,
+        any_llm.chat(chat, short, response_format=Contact, **plain).text,
+        list(any_llm.stream_chat(chat, Contact, short, **plain))[-1].completion.text,
+        asyncio.run(any_llm.achat(chat, Contact, short, **plain)).text,
     }
     assert len(outputs) == 1
-    assert llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
+    assert any_llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
 
 
 @pytest.mark.every_case
@@ -109,8 +117,11 @@ def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
         (lambda llm: llm.generate("a", Contact, Contact), "^grammar=.*: is given twice"),
         (lambda llm: llm.generate("a", 3, 4), "^params=4: is given twice"),
         (lambda llm: llm.chat([], [], [], []), r"^chat=\[\]: takes messages, tools; give"),
-        (lambda _: LLM("a", "ngram", 5, "b"), "^LLM='b': takes model, proposer, num_draft_tok"),
-        (lambda _: SamplingParams(5), "^params=5: SamplingParams takes its values by name"),
+        (
+            lambda _: _Any.LLM("a", "ngram", 5, "b"),
+            "^LLM='b': takes model, proposer, num_draft_tok",
+        ),
+        (lambda _: _Any.SamplingParams(5), "^params=5: SamplingParams takes its values by name"),
         (lambda llm: llm.generate("a", response_fromat=Contact), "did you mean response_format"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Messages are what the template reads of them: all else is refused by name, wherever it comes in."""
+"""Messages are what the template reads of them: all else is refused by name, in every call."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def test_a_message_is_refused_in_every_call(llm: LLM, message: Any, reason: str)
 
 
 def test_messages_that_are_none(llm: LLM) -> None:
-    for given in ("hi", ASK, 3, None):
+    wrong: list[Any] = ["hi", ASK, 3, None]
+    for given in wrong:
         with pytest.raises(ConfigError, match=r"^messages=.*: must be one conversation, a list of"):
             llm.chat(given, params=SHORT)
 

@@ -194,7 +194,8 @@ def _read_allowed(
             fix = 'must be {"type": "function", "function": {"name": ...}}, or "custom" twice'
             raise ConfigError(place, one, fix)
         names.add(chosen.name)
-    return mode, [tool for tool in tools if tool.name in names]
+    left = [tool for tool in tools if tool.name in names]
+    return "auto" if mode == "auto" else "required", left
 
 
 def _tool_dict(place: str, tool: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A wrong value is refused by its name, with what came and what may come; a wrong name by the nearest."""
+"""A wrong value is refused by name, with what may come; a wrong name gets the nearest one."""
 
 from __future__ import annotations
 
