@@ -432,7 +432,7 @@ class Request:
         return False
 
     def _is_shortened(self, reason: FinishReason, *, is_whole: bool) -> bool:
-        """Whether its budget ended it. Free text is never shortened, nor that at a grammar's end."""
+        """Whether its budget ended it. Free text is never shortened."""
         params = self.job.params
         is_cut = reason == "length" and not (is_whole and params.complete is not False)
         return bool(self.stats.steered) or (is_cut and params.grammar is not None)

@@ -351,7 +351,11 @@ def _of_format(given: dict[str, Any]) -> GrammarSpec | None:
     inner = given.get("json_schema")
     if isinstance(inner, Mapping):
         strict |= _is_strict("response_format.json_schema", inner)
-    return GrammarSpec.json_schema(_schema_member(given), strict=strict)
+    schema = _schema_member(given)
+    if not isinstance(schema, str | bool | Mapping | type):
+        place = "response_format" + (".json_schema" if isinstance(inner, Mapping) else "")
+        raise ConfigError(f"{place}.schema", schema, "must be a JSON schema, a dict")
+    return GrammarSpec.json_schema(schema, strict=strict)
 
 
 def _is_strict(path: str, given: Mapping[str, Any]) -> bool:

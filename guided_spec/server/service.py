@@ -184,7 +184,7 @@ class Service:
         """Raise ApiError for a request of too many samples."""
         limit = self.settings.max_samples
         if num_samples > limit:
-            message = f"the request asks for {num_samples} texts, and {limit} is the most"
+            message = f"n: the request asks for {num_samples} texts, and {limit} is the most"
             raise invalid_value(message, "n")
 
     def require_length(

@@ -8,7 +8,7 @@ from typing import Any
 
 from guided_spec.engine.chats.template import EACH, TemplateReads, template_reads
 from guided_spec.errors import ConfigError, UnknownOptionError
-from guided_spec.kinds import nearest_names, require_known_fields, require_one_of
+from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OF_ALL = frozenset({"role", "content", "name"})
@@ -48,6 +48,9 @@ def _read_one(path: str, message: Any, reads: TemplateReads) -> dict[str, Any]:
     known = _OF_ROLE.get(role, _OF_ALL) if isinstance(role, str) else _OF_ALL
     require_known_fields(path, message, known | read)
     require_role(f"{path}.role", role, reads.roles)
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if name in known | read:
+            require_kind(f"{path}.{name}", message.get(name), str | None)
     _require_calls(f"{path}.tool_calls", message.get("tool_calls"), reads)
     content = message.get("content")
     if content is None and role != "assistant" and not message.keys() - {"role", "content", "name"}:
@@ -116,6 +119,7 @@ def _require_call(path: str, call: Any, known: Collection[str]) -> None:
         fix = 'must be a dict such as {"type": "function", "function": {"name": ...}}'
         raise ConfigError(path, call, fix)
     require_known_fields(path, call, known)
+    require_kind(f"{path}.id", call.get("id"), str | None)
     kind = call.get("type")
     kind = ("custom" if "custom" in call else "function") if kind is None else kind
     require_one_of(f"{path}.type", kind, ("function", "custom"))

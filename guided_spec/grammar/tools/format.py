@@ -109,6 +109,8 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
             return _read_allowed(tool_choice, tools)
     if isinstance(tool_choice, str):
         return "named", [_tool_of_name(tool_choice, tools)]
+    if isinstance(tool_choice, Mapping):
+        require_one_of("tool_choice.type", tool_choice.get("type"), _CHOICES)
     chosen = _named("tool_choice", tool_choice, tools)
     if chosen is None:
         fix = (
@@ -121,6 +123,7 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
 
 
 _WORDS = ("auto", "none", "required")
+_CHOICES = ("function", "custom", "allowed_tools")
 
 
 def _tool_of_name(choice: str, tools: Sequence[Tool]) -> Tool:

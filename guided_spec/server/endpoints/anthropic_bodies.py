@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from guided_spec.engine.chats.template import template_reads
-from guided_spec.kinds import nearest_names, require_known_fields, require_one_of
+from guided_spec.errors import ConfigError
+from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
 from guided_spec.server.faults import ApiError, invalid_value
 
@@ -99,7 +100,9 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")
     choice = dict(body.tool_choice or {})
-    is_parallel = None if choice.pop("disable_parallel_tool_use", None) is not True else False
+    is_single = choice.pop("disable_parallel_tool_use", None)
+    require_kind("tool_choice.disable_parallel_tool_use", is_single, bool | None)
+    is_parallel = False if is_single else None
     output = body.output_config or {}
     require_known_fields("output_config", output, ("format", "effort"))
     return {
@@ -139,6 +142,8 @@ def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any]
     if wanted is None:
         return None
     require_known_fields("thinking", wanted, ("type", "budget_tokens", "display"))
+    require_kind("thinking.budget_tokens", wanted.get("budget_tokens"), int | None)
+    require_kind("thinking.display", wanted.get("display"), str | None)
     kind, is_known = wanted.get("type"), _reads("enable_thinking", template)
     require_one_of("thinking.type", kind, ("enabled", "disabled", "adaptive"))
     if kind == "enabled" and not is_known:
@@ -169,6 +174,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise _fault(f"{path}.type", f"{tool['type']!r:.40}: only tools of the client run here")
     require_known_fields(path, tool, _OF_TOOL)
+    _require_cache(path, tool)
     if not isinstance(tool.get("input_schema"), dict):
         raise _fault(f"{path}.input_schema", "must be a JSON schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -179,8 +185,10 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """The messages of a chat that one of these is: results of tools are messages of their own."""
     require_known_fields(path, message, ("role", "content"))
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise _fault(f"{path}.role", "must be user or assistant; what the system says is in system")
+    if role == "system":
+        fix = "must be user or assistant; what the system says is in system"
+        raise ConfigError(f"{path}.role", role, fix)
+    require_one_of(f"{path}.role", role, ("user", "assistant"))
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -200,8 +208,15 @@ def _block(block: Any, path: str) -> str:
         "thinking": _OF_THOUGHT,
     }
     if kind not in fields:
-        raise _fault(path, f"this model reads text, calls and their results, not {kind!r:.40}")
+        near = nearest_names(str(kind), fields, cutoff=0.8)[:1]
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise _fault(
+            path, f"this model reads text, calls and their results, not {kind!r:.40}{meant}"
+        )
     require_known_fields(path, block, fields[kind])
+    _require_cache(path, block)
+    require_kind(f"{path}.is_error", block.get("is_error"), bool | None)
+    require_kind(f"{path}.citations", block.get("citations"), dict | list | None)
     for name in ("text", "thinking", "tool_use_id", "id", "name"):
         if name in fields[kind] and not isinstance(block.get(name), str):
             raise _fault(f"{path}.{name}", "must be a str")
@@ -262,6 +277,16 @@ def _text(content: Any, path: str) -> str:
             raise _fault(f"{path}[{at}]", "must be a block of text")
         pieces.append(block["text"])
     return "".join(pieces)
+
+
+def _require_cache(path: str, holder: Mapping[str, Any]) -> None:
+    """Look at what may be kept of a part of the prompt, which changes nothing."""
+    given, place = holder.get(_CACHE), f"{path}.{_CACHE}"
+    require_kind(place, given, dict | None)
+    if given is not None:
+        require_known_fields(place, given, ("type", "ttl"))
+        require_one_of(f"{place}.type", given.get("type"), ("ephemeral",))
+        require_one_of(f"{place}.ttl", given.get("ttl") or "5m", ("5m", "1h"))
 
 
 def _fault(param: str, reason: str) -> ApiError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guided_spec.engine.chats.messages import plain_text, require_arguments, require_role
+from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.faults import ApiError, invalid_value
@@ -98,7 +99,7 @@ def _messages(
             case "custom_tool_call":
                 _add_call(messages, item, where, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
-                known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
+                known = {"role": "tool", "tool_call_id": _call_id(where, item.get("call_id"))}
                 text = plain_text(item.get("output"), f"{where}.output")
                 messages.append({**known, "content": text})
             case other:
@@ -107,7 +108,7 @@ def _messages(
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
     if not messages:
-        raise _fault("input", "must hold at least one item")
+        raise ConfigError("input", own, "must hold at least one item")
     return messages
 
 
@@ -125,13 +126,15 @@ def _add_call(
         require_arguments(f"{where}.{given}", called[given])
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    call = {"id": _call_id(item.get("call_id")), "type": kind, kind: called}
+    call = {"id": _call_id(where, item.get("call_id")), "type": kind, kind: called}
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _call_id(value: object) -> object:
+def _call_id(where: str, value: object) -> str:
     """The call's id as the chat template knows it, without this endpoint's prefix."""
-    return value.removeprefix("call_") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}.call_id", value, "must be a str, the id of the call")
+    return value.removeprefix("call_")
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +173,8 @@ def _tool_choice(choice: Any, path: str = "tool_choice") -> Any:
 
 def _verbosity(text: Mapping[str, Any]) -> Any:
     given = text.get("verbosity")
-    if given is not None and given not in _VERBOSITIES:
-        raise _fault("text.verbosity", f"must be one of {', '.join(_VERBOSITIES)}")
+    if given is not None:
+        require_one_of("text.verbosity", given, _VERBOSITIES)
     return given
 
 

@@ -20,7 +20,7 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
     service.require_model(body.model)
     prompt: Any = body.prompt
     if (body.prompt is None) == (body.messages is None):
-        raise invalid_value("pass prompt or messages", "prompt")
+        raise invalid_value("prompt: pass prompt or messages, one of them", "prompt")
     if body.messages is not None:
         prompt = await service.workers.run(lambda: _chat_prompt(service, body))
     param = "prompt" if body.messages is None else "messages"

@@ -241,8 +241,11 @@ def user(*blocks: Any) -> dict[str, Any]:
     ("changes", "reason"),
     [
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
-        ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: must be user"),
+        ({"messages": []}, "messages=[]: must"),
+        (
+            {"messages": [{"role": "system", "content": "x"}]},
+            "messages[0].role='system': must be user",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: must be a str"),
         (user({"type": "image", "source": {}}), "messages[0].content[0]: this model reads text"),
         (user({"type": "text"}), "messages[0].content[0].text: must be a str"),
