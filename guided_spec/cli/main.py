@@ -37,6 +37,8 @@ class Program(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         command = self.commands.get(ctx.meta[COMMAND])
+        if isinstance(command, TrainCommand):
+            command = command.plain()
         options = {} if command is None else option_names(command)
         with failures_as_messages(options, as_json=ctx.meta[AS_JSON]):
             return super().invoke(ctx)

@@ -71,6 +71,8 @@ class ModelOptions:
 
         Raises ConfigError for a device map that cannot be read.
         """
+        if self.device is not None and self.device_map is not None:
+            raise ConfigError("--device-map", self.device_map, "cannot go with --device: pass one")
         device_map = None if self.device_map is None else read_device_map(self.device_map)
         own = {"device_map": device_map, "trust_remote_code": self.trust_remote_code or None}
         given = asdict(self) | own | others

@@ -10,6 +10,18 @@ from typing import Any
 
 # A fix in Python's words that a command may not have: it stands last.
 _LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
+# What the library calls the values of some options.
+_ALIASES = {
+    "algorithm": "--algorithm",
+    "allowed_hosts": "--allowed-host",
+    "api_keys": "--api-key",
+    "marker": "--after",
+    "model_names": "--served-model-name",
+    "options": "--choice",
+    "pattern": "--regex",
+    "proposer": "--proposers",
+    "resources": "--resource",
+}
 _OTHERS = re.compile(r" \(its output has \w+=\w+\)|, or \w+=\{[^}]*\} to chat")
 
 
@@ -19,6 +31,8 @@ def option_names(command: Any) -> dict[str, str]:
     for param in command.params:
         named = [name for name in param.opts if name.startswith("--")]
         found[param.name] = named[0] if named else str(param.metavar or param.name).upper()
+    aliases = {name: option for name, option in _ALIASES.items() if option in found.values()}
+    found = aliases | found
     return {name: option for name, option in found.items() if not name.startswith("_")}
 
 

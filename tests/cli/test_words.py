@@ -45,6 +45,28 @@ def test_arguments_become_options(message: str, expected: str) -> None:
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "A", "--choice", ""], "--choice='': each option"),
+        (["generate", "A", "--proposer", "eagl3"], "--proposer='eagl3': must be one of"),
+        (["generate", "A", "--proposer", "eagl3"], "did you mean eagle3?"),
+        (
+            ["generate", "A", "--device", "cpu", "--device-map", "auto"],
+            "--device-map='auto': cannot",
+        ),
+        (["bench", "--proposers", "ngrm"], "--proposers='ngrm'"),
+        (["serve", "--allowed-host", ""], "--allowed-host=''"),
+        (["serve", "--max-queue", "-1"], "--max-queue=-1"),
+        (["train", "--algorithm", "eagl"], "--algorithm='eagl': must be one of"),
+    ],
+)
+def test_mistakes_before_a_model_is_loaded(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize("error", [BudgetTooSmallError(3, 9), TextCutShortError(3, 9)], ids=str)
 def test_errors_of_a_text(error: Exception) -> None:
     said = spoken(str(error), GENERATE)
