@@ -29,13 +29,17 @@ def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[
 
 
 _ELSEWHERE = {
+    "ai": "assistant",
+    "bot": "assistant",
     "enable_prefix_caching": "prefix_cache",
     "eos_token_id": "stop_token_ids",
+    "function": "tool",
     "gpu_memory_utilization": "kv_memory_bytes",
     "guided_choice": "grammar",
     "guided_decoding_backend": "grammar_backend",
     "guided_json": "grammar",
     "guided_regex": "grammar",
+    "human": "user",
     "json_schema": "grammar",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens",
@@ -57,7 +61,7 @@ _ELSEWHERE = {
     "torch_dtype": "dtype",
     "use_tqdm": "progress",
 }
-"""What other libraries call an option, and its name here."""
+"""What other libraries call an option or a role, and its name here."""
 
 
 _LONG = 4  # letters, from which a name may be a part of another

@@ -370,7 +370,7 @@ class MarkedReader:
         return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
 
 
-OWNER = "owner"
+OWNER = "guided_spec.owner"
 """A field that our tags add to a schema: whose it is, as the words and names of an error."""
 
 

@@ -17,9 +17,9 @@ from guided_spec.server.endpoints.anthropic_bodies import (
     as_chat,
     counted_chat,
 )
-from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.chat import ChatRun
 from guided_spec.server.endpoints.replies import absent, absent_if_zero
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import named_as_sent
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
@@ -109,7 +109,7 @@ async def count_tokens(service: Service, body: CountBody) -> TokenCount:
     """The tokens of a prompt, its tools included. Raises ApiError."""
     chat = await service.workers.run(lambda: counted_chat(body, service.template))
     with named_as_sent(_PARAMS, _flat):
-        run = ChatRun(service, ChatBody.model_validate(chat))
+        run = ChatRun(service, chat_of(chat))
         return TokenCount(input_tokens=await run.count_tokens())
 
 

@@ -12,6 +12,7 @@ from guided_spec.engine.chats.template import template_reads
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import ApiError, invalid_value
 
 CALL = "toolu_"  # before the id that the chat template knows
@@ -89,7 +90,7 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
         "stop": body.stop_sequences,
         "on_short": body.on_short,
     }
-    return ChatBody.model_validate({**chat, **fields})
+    return chat_of({**chat, **fields})
 
 
 def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
     is_parallel = False if is_single else None
     output = body.output_config or {}
     require_known_fields("output_config", output, ("format", "effort"))
+    require_kind("output_config.effort", output.get("effort"), str | None)
     return {
         "model": body.model,
         "messages": messages,

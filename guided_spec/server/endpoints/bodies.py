@@ -104,6 +104,12 @@ class _Body(Strict):
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
 
+_OF_SAMPLING = {
+    **{"format": "response_format", "json_schema": "response_format", "text": "response_format"},
+    **{"max_output_tokens": "max_tokens", "schema": "response_format", "stop_sequences": "stop"},
+}
+
+
 class SamplingBody(_Body):
     """What chats and completions have in common. ``metadata`` changes nothing."""
 
@@ -164,7 +170,7 @@ class ChatBody(SamplingBody):
     elsewhere = {
         **{"function_call": "tool_choice", "functions": "tools", "reasoning": "reasoning_effort"},
         **{"input": "messages", "prompt": "messages", "system": "messages"},
-        **{"max_output_tokens": "max_tokens", "stop_sequences": "stop", "text": "response_format"},
+        **_OF_SAMPLING,
     }
     messages: Objects = Field(min_length=1)
     tools: Objects | None = None
@@ -184,8 +190,8 @@ class CompletionBody(SamplingBody):
     """The body of ``POST /v1/completions``."""
 
     elsewhere = {
+        **_OF_SAMPLING,
         **{"input": "prompt", "messages": "prompt", "text": "prompt"},
-        **{"max_output_tokens": "max_tokens", "stop_sequences": "stop"},
     }
     prompt: str | _AllTexts | _AllTokens | Annotated[list[_AllTokens], _First]
     echo: bool | None = None

@@ -9,6 +9,7 @@ from guided_spec.engine.chats.messages import plain_text, require_arguments, req
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import ApiError, invalid_value
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -48,7 +49,7 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> C
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "verbosity": _verbosity(body.text or {}),
     }
-    return ChatBody.model_validate(fields)
+    return chat_of(fields)
 
 
 _ITEM = frozenset({"type", "id", "status"})

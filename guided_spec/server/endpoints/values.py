@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from guided_spec.kinds import described, nearest_names
-from guided_spec.server.endpoints.bodies import Strict
+from guided_spec.server.endpoints.bodies import ChatBody, Strict
 from guided_spec.server.faults import ApiError, invalid_value
 
 _SHOWN = Repr()  # of a body of megabytes too
@@ -50,6 +50,14 @@ def body_fault(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     if first["type"] == "missing":
         return invalid_value(f"{path} is missing: {reason}", path)
     return invalid_value(f"{path}={_SHOWN.repr(first['input'])}: {reason}", path)
+
+
+def chat_of(fields: Mapping[str, Any]) -> ChatBody:
+    """The chat that another body asks for. Raises ApiError for a value that a chat has not."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise body_fault(error, ChatBody) from None
 
 
 def shown_path(parts: Sequence[str | int]) -> str:

@@ -53,6 +53,7 @@ def refusal(served: Running, path: str, changes: Any) -> dict[str, Any]:
         (CHAT, "max_output_tokens", "max_tokens"),
         (CHAT, "prompt", "messages"),
         (CHAT, "functions", "tools"),
+        (CHAT, "json_schema", "response_format"),
         (TEXT, "max_new_tokens", "max_tokens"),
         (TEXT, "messages", "prompt"),
         (TEXT, "stop_strings", "stop"),
@@ -112,6 +113,8 @@ def test_the_nearest_name(served: Running, path: str, name: str, near: str) -> N
             "messages[0].role",
             "mean user?",
         ),
+        (MESSAGES, {"output_config": {"effort": 5}}, "output_config.effort", "=5: must be a str"),
+        (CHAT, {"messages": [{"role": "human", "content": "a"}]}, "messages[0].role", "mean user?"),
         (MESSAGES, {"cache_control": {"type": "x"}}, "cache_control.type", "'ephemeral'"),
         (
             MESSAGES,
