@@ -189,7 +189,12 @@ class GrammarError(GuidedSpecError):
 
 
 class GrammarCompileError(GrammarError):
-    """The schema, regex or grammar is broken; the message carries the backend's reason."""
+    """The schema, regex or grammar is broken; the message carries the backend's reason.
+
+    owner: whose it is, of several in one request, as in ("the tool", "book"); () of a single one.
+    """
+
+    owner: tuple[str, ...] = ()
 
 
 class UnsupportedSchemaError(GrammarCompileError):

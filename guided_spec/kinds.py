@@ -15,7 +15,9 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     """Raise ConfigError, naming the argument, for what is none of the known names."""
     names = list(known)
     if not isinstance(value, str) or value not in names:
-        raise ConfigError(name, value, f"must be one of {', '.join(names)}")
+        near = nearest_names(value, names)[:1] if isinstance(value, str) else []
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(name, value, f"must be one of {', '.join(names)}{meant}")
 
 
 def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
@@ -27,13 +29,17 @@ def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[
 
 
 _ELSEWHERE = {
+    "ai": "assistant",
+    "bot": "assistant",
     "enable_prefix_caching": "prefix_cache",
     "eos_token_id": "stop_token_ids",
+    "function": "tool",
     "gpu_memory_utilization": "kv_memory_bytes",
     "guided_choice": "grammar",
     "guided_decoding_backend": "grammar_backend",
     "guided_json": "grammar",
     "guided_regex": "grammar",
+    "human": "user",
     "json_schema": "grammar",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens",
@@ -55,7 +61,7 @@ _ELSEWHERE = {
     "torch_dtype": "dtype",
     "use_tqdm": "progress",
 }
-"""What other libraries call an option, and its name here."""
+"""What other libraries call an option or a role, and its name here."""
 
 
 _LONG = 4  # letters, from which a name may be a part of another
@@ -92,7 +98,7 @@ def require_kind(name: str, value: object, kind: Any) -> None:
         int is a float too, and a bool is neither.
     """
     if not _admits(kind, value):
-        raise ConfigError(name, value, f"must be {_described(kind)}")
+        raise ConfigError(name, value, f"must be {described(kind)}")
 
 
 def require_kinds(values: Mapping[str, object], kinds: Mapping[str, Any]) -> None:
@@ -138,14 +144,15 @@ def _admits(kind: Any, value: object) -> bool:
     return isinstance(value, int | float if kind is float else origin or kind)
 
 
-def _described(kind: Any) -> str:
+def described(kind: Any) -> str:
+    """A type hint in words, as in "an int", or "a list, of which each is a str"."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return ", or ".join(_described(one) for one in inner)
+        return ", or ".join(described(one) for one in inner)
     if origin is Literal:
         return f"one of {', '.join(inner)}"
     if origin in (list, tuple):
-        return f"a list, of which each is {_described(inner[0])}"
+        return f"a list, of which each is {described(inner[0])}"
     if origin is not None:
-        return _described(origin)
+        return described(origin)
     return _WORDS.get(kind, f"a {kind.__name__}")

@@ -141,8 +141,9 @@ class SamplingParams:
         tokens that would make it impossible to finish are masked out. None does so while a path to
         the end is known, as it is for nearly all grammars, and refuses nothing where none is; True
         raises an error there. False cuts the text off at ``max_tokens``.
-    on_short: what becomes of a text that ``max_tokens`` or the context ended: "return" gives it as
-        it is, and its output says so; "error" is a TextCutShortError in its place.
+    on_short: what becomes of a text under a grammar that ``max_tokens`` or the context ended:
+        "return" gives it as it is, and its output says so; "error" is a TextCutShortError in its
+        place. Free text is returned.
     logit_bias: what to add to the logits of some tokens, from -1e9 to 1e9; -inf forbids one. Kept
         as a sorted tuple of pairs.
     bad_words: what the text must not contain, after the end of the prompt or across it. A str
@@ -195,8 +196,11 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
 
-    def __new__(cls, *_args: object, **given: object) -> SamplingParams:
+    def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Raise UnknownOptionError, with the nearest names, for a field that there is not."""
+        if args:
+            fix = "SamplingParams takes its values by name, such as max_tokens=64"
+            raise ConfigError("params", args[0], fix)
         for name in given.keys() - cls.__dataclass_fields__.keys():
             require_known(name, given[name], cls.__dataclass_fields__)
         return object.__new__(cls)

@@ -11,17 +11,17 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "batch": 800,  # files of requests and rows
-    "cli": 1_930,  # 45 more: check takes grammars, and refuses options of schemas beside them
-    "engine": 6_455,  # 5 more: requests that have ended are looked for now and then
+    "batch": 820,  # 10 more: lines with one id
+    "cli": 2_010,  # 80 more: messages name options, the port comes first
+    "engine": 6_900,  # 445 more: what templates read of messages, arguments by their kind
     "evaluate": 1_270,  # 10 more: requests that fail
-    "grammar": 22_119,  # 340 more: arrays of listed items, vast counts, classes of surrogates
+    "grammar": 22_260,  # 470 more: listed items, vast counts, classes of surrogates, strict tools
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
-    "models": 11_275,  # 320 more: latent attention, experts in groups, DeepSeek's MTP, no cache
+    "models": 11_320,  # 360 more: latent attention, experts in groups, MTP, states in slots
     "ops": 8_240,  # 670 more: latent attention and experts in groups, and their kernels
     "proposers": 3_250,
-    "server": 4_675,  # 15 more: what a template does not read is in the log
+    "server": 4_910,  # 235 more: values and names in words, ports
     "trace": 790,  # 30 more: axes with numbers
     "training": 6_460,  # 30 more: answers that are written together, forced tokens in numpy
     ".": 2_220,  # 110 more: the nearest known names, texts cut short

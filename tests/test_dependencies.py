@@ -110,3 +110,29 @@ def test_the_readme_runs_with_the_extras_that_it_names() -> None:
     needed = set().union(*map(imported, blocks))
     assert "openai" in needed
     assert needed <= declared(*extras)
+
+
+_INSTALLED = re.compile(
+    r"pip install (?:-e )?'?(?:\.|guided-spec)\[([a-z,]+)\]|pip install ([a-z]\w+)"
+)
+
+
+def test_pages_run_with_the_extras_that_they_name() -> None:
+    """And with other packages that they say how to install."""
+    missing = {}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        page = path.read_text()
+        found = _INSTALLED.findall(page)
+        extras = {name for listed, _ in found for name in listed.split(",") if name}
+        blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        needed = set().union(*map(imported, filter(_is_python, blocks)))
+        if absent := needed - declared(*extras) - {other for _, other in found}:
+            missing[path.name] = sorted(absent)
+    assert missing == {}
+
+
+def _is_python(block: str) -> bool:
+    try:
+        return ast.parse(block) is not None
+    except SyntaxError:  # a part of one
+        return False

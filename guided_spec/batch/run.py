@@ -38,7 +38,10 @@ class Form(Protocol):
         """Those that a table must have."""
 
     def read(self, index: int, line: Line) -> Question:
-        """What a line asks. index: of the line from 1, blank ones not counted."""
+        """What a line asks. index: of the line from 1, blank ones not counted.
+
+        A line with a ``fault`` is refused for it, whatever else it holds.
+        """
 
     def runner(self, llm: Any, watch: Callable[[Completion], None]) -> Runner:
         """What answers them. watch: called with each text that has ended."""
@@ -76,8 +79,9 @@ class Summary:
 class Batch:
     """An input with its answers. A context manager, which closes its files.
 
-    Everything that can be known without a model is checked: both files, every line, and that no
-    two lines have one id. ``summary`` says from the beginning what earlier runs have answered.
+    Everything that can be known without a model is checked: both files and every line. Of lines
+    with one id the first is answered, and the others are at fault. ``summary`` says from the
+    beginning what earlier runs have answered.
 
     Raises ConfigError.
     """
@@ -139,7 +143,13 @@ class Batch:
         """Questions without an answer, read as they are asked for."""
         for index, line in enumerate(self._read(self._source, self._form.columns), 1):
             question = self._form.read(index, line)
-            if not self._register.is_answered(question.custom_id):
+            first = self._first_of(question, line)
+            if first != line.number:
+                fix = f"stands in lines {first} and {line.number}: each line needs its own"
+                fault = str(ConfigError("custom_id", question.custom_id, fix))
+                twice = self._form.read(index, line._replace(fault=fault))
+                yield twice._replace(custom_id=question.custom_id)
+            elif not self._register.is_answered(question.custom_id):
                 yield question
 
     def _write(self, question: Question, fields: Mapping[str, Any]) -> None:
@@ -149,18 +159,20 @@ class Batch:
         self.summary.answered += is_answer
         self.summary.failed += not is_answer
 
+    def _first_of(self, question: Question, line: Line) -> int:
+        """The number of the first line with the question's id, which may be this one."""
+        if question.custom_id is None:
+            return line.number
+        first = self._register.add(question.custom_id, question.digest, line.number)
+        return line.number if first is None else first
+
     def _check(self) -> Contents:
         """Read everything once."""
         total = at_fault = 0
         for total, line in enumerate(self._read(self._source, self._form.columns), 1):
             question = self._form.read(total, line)
-            at_fault += question.refusal is not None
-            if question.custom_id is None:
-                continue
-            first = self._register.add(question.custom_id, question.digest, line.number)
-            if first is not None:
-                fix = f"stands in lines {first} and {line.number}: each line needs its own"
-                raise ConfigError("custom_id", question.custom_id, fix)
+            is_first = self._first_of(question, line) == line.number
+            at_fault += question.refusal is not None or not is_first
         if not total:
             raise ConfigError(INPUT, str(self._source), "holds no lines")
         return Contents(total, at_fault)

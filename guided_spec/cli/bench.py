@@ -131,7 +131,9 @@ def bench(
     with_transformers = 0 in (heats or [params.temperature]) and apart.tasks is None
     plan = Plan(items, names, params, with_transformers, batches, heats, apart.by_kind)
     with working("loading the model"):
-        llm = load.load(proposer="none", verifier=verifier, max_batch_size=max(batches))
+        llm = load.load(
+            proposer="none", verifier=verifier, max_batch_size=load.max_batch_size or max(batches)
+        )
     with llm:
         measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]

@@ -11,6 +11,7 @@ import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
 from guided_spec.cli.options import read_json, read_text
+from guided_spec.cli.words import spoken
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -127,6 +128,9 @@ def _keys_of(report: dict[str, Any]) -> str:
     return f"{kept}; not below {pointers}" if pointers else kept
 
 
+_OPTIONS = {"resources": "--resource"}
+
+
 def _print_finding(finding: dict[str, Any]) -> None:
     """Print its pointer in one unbroken line, and sentences below."""
     pointer = finding["pointer"] or "(the whole schema)"
@@ -134,7 +138,7 @@ def _print_finding(finding: dict[str, Any]) -> None:
     width = min(stdout().width, LONGEST_LINE)
     for name in ("reason", "fix"):
         if finding[name]:
-            text = f"{name}: {finding[name]}"
+            text = f"{name}: {spoken(finding[name], _OPTIONS)}"
             typer.echo(_wrapped(text, width))
 
 

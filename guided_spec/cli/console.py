@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from guided_spec.cli.words import log_as_spoken, option_names, spoken
 from guided_spec.errors import BudgetTooSmallError, GuidedSpecError, TextCutShortError
 
 if TYPE_CHECKING:  # this loads torch
@@ -66,21 +67,26 @@ def working(words: str) -> Status:
 
 
 @contextmanager
-def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
+def failures_as_messages(
+    options: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
+    options: of the command, by the arguments that messages name.
     as_json: the message is JSON on stdout instead, ``{"error": {"type": ..., "message": ...}}``,
         and so is that of a bad command line.
 
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
     _hide_progress_bars()
+    options = options or {}
     try:
-        yield
+        with log_as_spoken(logging.lastResort, options):
+            yield
     except GuidedSpecError as error:
-        message = str(error)
+        message = spoken(str(error), options)
         if isinstance(error, BudgetTooSmallError | TextCutShortError):  # other fixes are Python's
-            message = f"--max-tokens={error.max_tokens}: {error.reason}"
+            message = spoken(f"max_tokens={error.max_tokens}: {error.reason}", options)
         _print_error(error, message, as_json=as_json)
         raise typer.Exit(error.exit_code) from error
     except UsageError as error:
@@ -113,7 +119,7 @@ def _logger() -> logging.Logger:
 
 
 @contextmanager
-def _log_on_stderr() -> Iterator[None]:
+def _log_on_stderr(options: Mapping[str, str]) -> Iterator[None]:
     logger = _logger()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(LOG_FORMAT, "%H:%M:%S"))
@@ -121,7 +127,8 @@ def _log_on_stderr() -> Iterator[None]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        yield
+        with log_as_spoken(handler, options):
+            yield
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
@@ -129,7 +136,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 def _show_log(context: typer.Context, wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
     if wanted:
-        context.with_resource(_log_on_stderr())
+        context.with_resource(_log_on_stderr(option_names(context.command)))
 
 
 # Options of every command. The second one does its work while it is read.

@@ -79,7 +79,7 @@ def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[A
     check_sources(asked.data)
     named = None if proposers is None else proposer_list(proposers, others=(UNTRAINED,))
     with working("loading the model"):
-        llm = load.load(proposer="none", max_batch_size=asked.batch_size)
+        llm = load.load(proposer="none", max_batch_size=load.max_batch_size or asked.batch_size)
     with llm:
         encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, llm.max_model_len)
         prompts = read_asked(asked.data, encoder, limit=asked.limit)

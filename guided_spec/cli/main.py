@@ -21,8 +21,9 @@ from guided_spec.cli.serve import serve
 from guided_spec.cli.stitch import stitch
 from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
+from guided_spec.cli.words import option_names
 
-AS_JSON = "guided_spec.as_json"
+AS_JSON, COMMAND = "guided_spec.as_json", "guided_spec.command"
 
 
 class Program(TyperGroup):
@@ -31,10 +32,15 @@ class Program(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Here too for a command line that its command cannot read.
         ctx.meta[AS_JSON] = "--json" in args
+        ctx.meta[COMMAND] = next((word for word in args if word in self.commands), None)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with failures_as_messages(as_json=ctx.meta[AS_JSON]):
+        command = self.commands.get(ctx.meta[COMMAND])
+        if isinstance(command, TrainCommand):
+            command = command.plain()
+        options = {} if command is None else option_names(command)
+        with failures_as_messages(options, as_json=ctx.meta[AS_JSON]):
             return super().invoke(ctx)
 
 

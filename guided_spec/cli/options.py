@@ -44,6 +44,15 @@ class ModelOptions:
         str | None,
         typer.Option(help="Spread the model over devices: auto, or a JSON map."),
     ] = None
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Maximum concurrent sequences. [16, or vLLM's default]")
+    ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum tokens of prompt and output.")
+    ] = None
+    kv_memory_bytes: Annotated[
+        int | None, typer.Option(help="Memory for the KV cache. [by free memory]")
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False
@@ -62,6 +71,8 @@ class ModelOptions:
 
         Raises ConfigError for a device map that cannot be read.
         """
+        if self.device is not None and self.device_map is not None:
+            raise ConfigError("--device-map", self.device_map, "cannot go with --device: pass one")
         device_map = None if self.device_map is None else read_device_map(self.device_map)
         own = {"device_map": device_map, "trust_remote_code": self.trust_remote_code or None}
         given = asdict(self) | own | others

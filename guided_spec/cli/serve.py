@@ -47,15 +47,6 @@ def serve(
     load: ModelOptions,
     proposer: Proposer = None,
     *,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Maximum concurrent sequences. [16, or vLLM's default]")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Maximum tokens of prompt and output.")
-    ] = None,
-    kv_memory_bytes: Annotated[
-        int | None, typer.Option(help="Memory for the KV cache. [by free memory]")
-    ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 listens on all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
     served_model_name: Name = None,
@@ -72,12 +63,8 @@ def serve(
     otherwise.
     """
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
-    arguments = {
-        "proposer": proposer,
-        "max_batch_size": max_batch_size,
-        "max_model_len": max_model_len,
-        "kv_memory_bytes": kv_memory_bytes,
-    }
+    memory = ("max_batch_size", "max_model_len", "kv_memory_bytes")
+    arguments = {"proposer": proposer, **{name: getattr(load, name) for name in memory}}
     require_one_of("--engine", engine, SERVERS)
     site = Site(host, port, names, keys, tuple(allowed_host or ()), limits)
     SERVERS[engine](load, arguments, site, engine_options)
@@ -161,7 +148,7 @@ def _require_packages() -> None:
 def start_lines(llm: str, settings: ServerSettings, host: str, port: int) -> Iterator[str]:
     """What the server says before it starts: its model, its address, its playground.
 
-    llm: as it shows itself. port: 0 is known later, and the server's own log says it.
+    llm: as it shows itself. port: 0 is not known yet.
     """
     yield f"{llm} as {', '.join(settings.model_names)}"
     if port:
@@ -176,12 +163,18 @@ def _serve(
 ) -> None:
     from guided_spec.engine.process import EngineProcess, frozen_heap
     from guided_spec.server.app import serve as run_server
+    from guided_spec.server.listening import bind, close, listen
 
-    with working("loading the model"):
-        llm = EngineProcess(**load.arguments(**others))
-    for line in start_lines(repr(llm), settings, host, port):
-        stderr().print(line, markup=False)
-    with llm, frozen_heap():
-        run_server(llm, settings, host, port, until=llm.ended)
-        if llm.ended.done():
-            llm.ended.result()  # raises why
+    sockets = bind(host, port)  # before the model is loaded
+    try:
+        with working("loading the model"):
+            llm = EngineProcess(**load.arguments(**others))
+        listen(sockets)  # who reads the address may connect at once
+        for line in start_lines(repr(llm), settings, host, sockets[0].getsockname()[1]):
+            stderr().print(line, markup=False)
+        with llm, frozen_heap():
+            run_server(llm, settings, host, port, until=llm.ended, sockets=sockets)
+            if llm.ended.done():
+                llm.ended.result()  # raises why
+    finally:
+        close(sockets)

@@ -34,6 +34,10 @@ def train() -> None:
 class TrainCommand(TyperCommand):
     """A command whose options are those of its ``--algorithm`` too."""
 
+    def plain(self) -> Any:
+        """The command with the options that all algorithms share."""
+        return _command(None)
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:

@@ -15,6 +15,8 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
+from guided_spec.engine.chats.messages import read_messages, require_variables
+from guided_spec.engine.chats.template import render_arguments, template_text
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
@@ -282,9 +284,10 @@ class Chat:
         asked = _asked(options)
         variables = dict(options.get("chat_template_kwargs") or {})
         listed = tool_dicts(tools) if tools else None
-        prompt = self._render(messages, {**variables, "tools": listed})
-        template = self._tokenizer.get_chat_template(variables.get("chat_template"), tools=listed)
         parsed = read_tools(tools or [])
+        template = template_text(self._tokenizer, {**variables, "tools": listed})
+        require_variables(variables, template, render_arguments(self._tokenizer))
+        prompt = self._render(read_messages(messages, template), {**variables, "tools": listed})
         _require_rendered(parsed, template, prompt)
         choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
         reader = self._reader(template, prompt, left, options)
@@ -321,9 +324,6 @@ class Chat:
         return _Reader(tool_format, tools, reasoning, state, self._marks(literals))
 
     def _render(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-            fix = 'must be one conversation, a list of {"role": ..., "content": ...}'
-            raise ConfigError("messages", messages, fix)
         try:
             return self._encoder.render(_with_arguments(messages, _as_dict), **variables)
         except PromptError as error:
@@ -438,7 +438,7 @@ def _with_changed(message: Any, change: Callable[[Any], Any]) -> Any:
 def _as_dict(arguments: Any) -> Any:
     """Arguments as most chat templates want them; OpenAI's client has them as JSON text."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments  # the template's to judge
 

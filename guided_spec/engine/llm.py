@@ -19,6 +19,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from guided_spec.engine.calls import named_options, read_params
 from guided_spec.engine.chat import (
     Chat,
     ChatChunk,
@@ -41,8 +42,6 @@ from guided_spec.engine.outputs import (
     achunks,
     cancel_all,
     match_params,
-    named_options,
-    read_params,
 )
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
@@ -85,6 +84,7 @@ class LLM(Homebound):
     Raises ConfigError and ModelError.
     """
 
+    @named_options
     def __init__(
         self,
         model: Any = None,
@@ -186,6 +186,7 @@ class LLM(Homebound):
         total = len(rows) if isinstance(rows, Sized) else None
         return wanted.run(self.submit, ProgressBar(total, is_shown=progress))
 
+    @named_options
     def chat(
         self,
         messages: Sequence[Message],
@@ -210,6 +211,7 @@ class LLM(Homebound):
         request = self.prepare_chat(messages, tools, **options)
         return request.read(self.generate(request.prompt_ids, request.params)[0])
 
+    @named_options
     async def achat(
         self,
         messages: Sequence[Message],
@@ -220,6 +222,7 @@ class LLM(Homebound):
         request = self.prepare_chat(messages, tools, **options)
         return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
 
+    @named_options
     def stream_chat(
         self,
         messages: Sequence[Message],
@@ -235,6 +238,7 @@ class LLM(Homebound):
         for chunk in self.stream(request.prompt_ids, request.params):
             yield streams[chunk.sample_index].feed(chunk)
 
+    @named_options
     async def astream_chat(
         self,
         messages: Sequence[Message],
@@ -248,6 +252,7 @@ class LLM(Homebound):
             async for chunk in chunks:
                 yield streams[chunk.sample_index].feed(chunk)
 
+    @named_options
     def prepare_chat(
         self,
         messages: Sequence[Message],
@@ -398,6 +403,7 @@ class LLM(Homebound):
         self.home.require()
         return self._runner.load
 
+    @named_options
     def with_proposer(self, proposer: str, draft: Any = None, **changes: Any) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
 
@@ -414,10 +420,12 @@ class LLM(Homebound):
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
         return LLM(self.model, proposer, draft=draft, **settings)
 
+    @named_options
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, as ``generate`` would see them. Raises PromptError."""
         return self._encoder.encode(prompt)
 
+    @named_options
     def compile(self, grammars: Iterable[GrammarSpec | Any]) -> None:
         """Compile grammars ahead of the requests that use them; broken ones are left to those.
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import re
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial, wraps
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    get_args,
-    get_origin,
-)
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from guided_spec.engine.prompt import Prompt
 from guided_spec.errors import ConfigError, GuidedSpecError, TextCutShortError
@@ -30,9 +19,9 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.choice_tree import ChoicePaths
 from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.home import once_per_process
-from guided_spec.kinds import nearest_names, require_known, require_one_of
+from guided_spec.kinds import require_one_of
 from guided_spec.trace.record import StepTrace, Trace
-from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
+from guided_spec.types import SamplingParams, TokenLogprobs
 
 _LOG = logging.getLogger(__name__)
 
@@ -365,63 +354,9 @@ def _is_raised(on_error: str) -> bool:
 def warn_of_shortening() -> None:
     """Say once in a process that a text was shortened, and how to see which ones are."""
     _LOG.warning(
-        "a text was ended early to be whole within max_tokens, so that values in it may be cut "
-        "short; its output has was_shortened=True. This is said once: allow more tokens"
+        "a text was ended early to be whole within max_tokens (its output has was_shortened=True), "
+        "so that values in it may be cut short. This is said once: allow more tokens"
     )
-
-
-def read_params(
-    params: Any, grammar: Any, default: SamplingParams
-) -> SamplingParams | Sequence[SamplingParams]:
-    """The parameters of a call, with its grammar.
-
-    params: a grammar too, where it is a type or a GrammarSpec; None is ``default``. Raises
-    ConfigError for two grammars.
-    """
-    if isinstance(params, type | GrammarSpec | re.Pattern) or get_origin(params) is not None:
-        if grammar is not None:
-            raise ConfigError("grammar", grammar, "params is a grammar too; leave one of them out")
-        params, grammar = None, params
-    asked: SamplingParams | Sequence[SamplingParams] = default if params is None else params
-    if grammar is None:
-        return asked
-    is_one = not isinstance(asked, Sequence)
-    listed = match_params(asked, len(asked) if isinstance(asked, Sequence) else 1)
-    if any(one.grammar is not None for one in listed):
-        raise ConfigError("grammar", grammar, "params have one too; leave one of them out")
-    changed = [replace(one, grammar=grammar) for one in listed]
-    return changed[0] if is_one else changed
-
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def named_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """The method, with an UnknownOptionError instead of a TypeError for a keyword without meaning.
-
-    It names the argument that is nearest, or says that it belongs to ``SamplingParams``.
-    """
-    known = set(inspect.signature(function).parameters) - {"self"}
-
-    def require(options: Mapping[str, Any]) -> None:
-        for name in options.keys() - known:
-            if not nearest_names(name, known, cutoff=0.8):
-                require_no_sampling(name, options[name])
-            require_known(name, options[name], known)
-
-    @wraps(function)
-    def call(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-        require(options)
-        return function(*args, **options)
-
-    @wraps(function)
-    async def acall(*args: _Given.args, **options: _Given.kwargs) -> Any:
-        require(options)
-        return await function(*args, **options)  # type: ignore[misc]  # a coroutine function
-
-    is_async = inspect.iscoroutinefunction(function)
-    return acall if is_async else call  # type: ignore[return-value]
 
 
 def match_params(
@@ -432,7 +367,8 @@ def match_params(
         return [params] * num_prompts
     matched = list(params) if isinstance(params, Sequence) else [params]
     if not all(isinstance(one, SamplingParams) for one in matched):
-        raise ConfigError("params", params, "must be a SamplingParams, or a list of them")
+        fix = "must be a SamplingParams, or a list of them; a schema or type goes into grammar"
+        raise ConfigError("params", params, fix)
     if len(matched) != num_prompts:
         fix = f"pass one SamplingParams, or {num_prompts}: one for each prompt"
         raise ConfigError("params", f"{len(matched)} of them", fix)

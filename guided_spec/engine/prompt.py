@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.engine.chats.messages import read_messages
+from guided_spec.engine.chats.template import template_text
 from guided_spec.errors import ConfigError, PromptError, PromptTooLongError
 from guided_spec.ops.sampling.adjust import Words, spell_bad_words
 from guided_spec.types import SamplingParams
@@ -129,18 +131,20 @@ class PromptEncoder:
     def render(self, messages: Sequence[Any], /, **variables: Any) -> str:
         """A chat as its template renders it. variables: what the template knows besides.
 
-        Raises PromptError.
+        Raises PromptError, and ConfigError for messages with other fields than it knows.
         """
         if not _is_chat(messages):
             raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
-        if not getattr(self._tokenizer, "chat_template", None) and "chat_template" not in variables:
+        template = template_text(self._tokenizer, variables)
+        if not template:
             raise PromptError(
                 "prompt is a chat, but the tokenizer has no chat template: pass text to generate, "
                 'or chat_template_kwargs={"chat_template": ...} to chat, or take a model for chats'
             )
+        read = read_messages(messages, template)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                read,
                 **{"add_generation_prompt": True, **variables, "tokenize": False},
             )
         except Exception as error:  # a template may raise anything

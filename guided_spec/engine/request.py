@@ -397,7 +397,7 @@ class Request:
         is_whole = self._is_whole(reason)
         if reason == "stop" and self.stats.steered and not self._output.is_stopped:
             reason = "length"  # the budget ended the text, not the model
-        if error is None and (reason == "length" or self.stats.steered):
+        if error is None and self._is_shortened(reason, is_whole=is_whole):
             error = self._shortened()
             reason = reason if error is None else "error"
         is_complete = error is None and is_whole
@@ -430,6 +430,12 @@ class Request:
         if self._answer_at is None:
             self._advance_marker(token_id)
         return False
+
+    def _is_shortened(self, reason: FinishReason, *, is_whole: bool) -> bool:
+        """Whether its budget ended it. Free text is never shortened."""
+        params = self.job.params
+        is_cut = reason == "length" and not (is_whole and params.complete is not False)
+        return bool(self.stats.steered) or (is_cut and params.grammar is not None)
 
     def _shortened(self) -> TextCutShortError | None:
         """The error of a text that was ended early; None where it is given as it is."""

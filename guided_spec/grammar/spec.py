@@ -280,8 +280,9 @@ class GrammarSpec:
 
         Takes the types text, json_object, json_schema, regex_schema and structural_tag, and what
         ``of`` takes but for a schema. A ``schema`` may stand in json_object too, and beside the
-        type json_schema. ``name``, ``description`` and ``strict`` are accepted and change nothing:
-        the text always matches. Raises ConfigError for all else, and for any other field.
+        type json_schema. The text always matches; ``strict`` refuses keywords that look misspelt,
+        which are else in the log. ``name`` and ``description`` change nothing. Raises ConfigError
+        for all else, and for any other field.
         """
         if isinstance(response_format, Mapping):
             return _of_format(dict(response_format))
@@ -346,7 +347,23 @@ def _of_format(given: dict[str, Any]) -> GrammarSpec | None:
             return GrammarSpec.structural_tag({"type": kind, "format": _member(given, "format")})
         case "json_object" if given.get("schema") is None:
             return GrammarSpec.json_object()
-    return GrammarSpec.json_schema(_schema_member(given))
+    strict = _is_strict("response_format", given)
+    inner = given.get("json_schema")
+    if isinstance(inner, Mapping):
+        strict |= _is_strict("response_format.json_schema", inner)
+    schema = _schema_member(given)
+    if not isinstance(schema, str | bool | Mapping | type):
+        place = "response_format" + (".json_schema" if isinstance(inner, Mapping) else "")
+        raise ConfigError(f"{place}.schema", schema, "must be a JSON schema, a dict")
+    return GrammarSpec.json_schema(schema, strict=strict)
+
+
+def _is_strict(path: str, given: Mapping[str, Any]) -> bool:
+    """Whether misspelt keywords are refused. The other words about a schema are looked at."""
+    for name in ("name", "description"):
+        require_kind(f"{path}.{name}", given.get(name), str | None)
+    require_kind(f"{path}.strict", given.get("strict"), bool | None)
+    return given.get("strict") is True
 
 
 def _schema_member(given: Mapping[str, Any]) -> Any:

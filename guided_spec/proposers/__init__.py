@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
 from guided_spec.errors import ConfigError, UnknownProposerError
+from guided_spec.kinds import nearest_names
 
 if TYPE_CHECKING:  # names are listed where torch is not loaded
     from guided_spec.core import Proposer, ProposerContext, SimpleProposer
@@ -86,7 +87,7 @@ def require_proposer(spec: str) -> None:
 def require_draft(spec: str, draft: object) -> None:
     """Raise ConfigError for a draft that nothing in ``spec`` takes, and for one that is missing."""
     if draft is not None and not takes_draft(spec):
-        fix = f"{spec} drafts without a model: leave draft out, or name a proposer that takes one"
+        fix = f"{spec} drafts without a model: leave it out, or name a proposer that takes one"
         raise ConfigError("draft", draft, fix)
     missing = [name for name in _names(spec) if name in _WITH_DRAFT]
     if draft is None and missing:
@@ -114,8 +115,10 @@ def _require_argument_allowed(name: str, argument: str) -> None:
 
 
 def _unknown(name: str) -> UnknownProposerError:
-    known = ", ".join(proposer_names())
-    return UnknownProposerError("proposer", name, f"must be one of {known}")
+    names = proposer_names()
+    near = nearest_names(name, names)[:1]
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return UnknownProposerError("proposer", name, f"must be one of {', '.join(names)}{meant}")
 
 
 def build_proposer(spec: str, context: ProposerContext) -> Proposer:

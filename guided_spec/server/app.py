@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import signal
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -53,6 +55,7 @@ from guided_spec.server.endpoints.replies import (
 from guided_spec.server.endpoints.responses import ResponseHandler
 from guided_spec.server.endpoints.tokens import tokenized
 from guided_spec.server.faults import add_handlers, json_response
+from guided_spec.server.listening import address, bind, listen
 from guided_spec.server.middleware import (
     CALLER,
     BoundedBody,
@@ -79,14 +82,19 @@ def serve(
     port: int = 8000,
     *,
     until: Future[None] | None = None,
+    sockets: list[socket.socket] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, or until something else is done.
+
+    sockets: what ``listening.bind`` has taken before; None takes them now. Raises ConfigError for
+    a host or a port that cannot be had.
 
     Then nobody new is let in, and requests that are running or waiting are finished, up to
     ``settings.drain_seconds``. Call it from the main thread, where signals arrive.
     """
     # uvicorn raises the signal again when it is done, and that is an end as it should be.
     signal.signal(signal.SIGTERM, _exit)
+    taken = bind(host, port) if sockets is None else sockets
     server = build_server(llm, settings, host, port)
 
     def stop(_done: Future[None]) -> None:
@@ -94,7 +102,9 @@ def serve(
 
     if until is not None:
         until.add_done_callback(stop)
-    server.run()
+    listen(taken)
+    logging.getLogger("uvicorn.error").info("Listening on %s", address(host, taken))
+    server.run(taken)
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,14 +45,14 @@ _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
 """The code and the argument of errors that the client can mend; the first that fits."""
 
 
-_MOST_REASONS = 4
-
-
 class ApiError(Exception):
     """A request ends with this status.
 
     param: the argument that is at fault, None where it is none. headers: of the response.
+    owner: of a grammar that is at fault, see ``GrammarCompileError``.
     """
+
+    owner: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -98,7 +98,9 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
             found = error.argument if isinstance(error, ConfigError) else argument
             # What else the library would take, clients cannot send.
             message = error.reason if isinstance(error, BudgetTooSmallError) else str(error)
-            return ApiError(400, message, code=code, param=found or param)
+            fault = ApiError(400, message, code=code, param=found or param)
+            fault.owner = error.owner if isinstance(error, GrammarCompileError) else ()
+            return fault
     if isinstance(error, RequestCancelledError):
         return stopping()
     if isinstance(error, GrammarWorkerError):
@@ -116,12 +118,6 @@ def invalid_value(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
-def unknown_parameter(param: str) -> ApiError:
-    """A field of the request that this server does not have."""
-    message = f"{param}: this server does not know it; leave it out"
-    return ApiError(400, message, code="unknown_parameter", param=param)
-
-
 def require_model(name: str | None, served: Sequence[str]) -> None:
     """Raise ApiError, 404, for a model that is not served."""
     if name is not None and name not in served:
@@ -130,17 +126,28 @@ def require_model(name: str | None, served: Sequence[str]) -> None:
 
 
 @contextmanager
-def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+def named_as_sent(
+    names: Mapping[str, str], flat: Callable[[str], str] = lambda path: path
+) -> Iterator[None]:
     """Errors of an argument, or of a part of one, name what the client sent for it.
 
-    names: of arguments, with those that the client knows. Raises ApiError.
+    names: of arguments, with those that the client knows. flat: the place of a tool or choice
+    where the client wrote it, from its place in a chat. Raises ApiError.
     """
     try:
         yield
     except GuidedSpecError as error:
-        raise _renamed(api_error(error), names) from error
+        raise _flattened(_renamed(api_error(error), names), flat) from error
     except ApiError as fault:
-        raise _renamed(fault, names) from fault
+        raise _flattened(_renamed(fault, names), flat) from fault
+
+
+def _flattened(fault: ApiError, flat: Callable[[str], str]) -> ApiError:
+    path = fault.param or ""
+    if re.match(r"tools?(_choice)?\b", path):
+        fault.param = flat(path)
+        fault.message = fault.message.replace(path, fault.param, 1)
+    return fault
 
 
 def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -177,7 +184,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> Response:
-        return validation_fault(error.errors()).response()
+        return _request_fault(error.errors()[0]).response()
 
     @app.exception_handler(404)
     async def _unknown_path(request: Request, _error: Exception) -> Response:
@@ -206,22 +213,10 @@ def unreadable_body() -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def validation_fault(faults: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong: where, and what is expected there.
-
-    faults: pydantic's details of them, at least one.
-    """
-    first = faults[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "extra_forbidden":
-        return unknown_parameter(".".join(path))
-    reasons = [first["msg"]]
-    others = [e["msg"] for e in faults[1:] if e["loc"][:1] == first["loc"][:1]]
-    if others:  # none of the kinds of values that the argument may have
-        path = path[:1]
-        reasons = list(dict.fromkeys([*reasons, *others]))
-    shown = ".".join(path)
-    message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
-    if not shown:
-        message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"
-    return invalid_value(message, shown or None)
+def _request_fault(fault: Any) -> ApiError:
+    """What FastAPI says of a request whose body was not read, or of another part of it."""
+    param = ".".join(str(part) for part in fault["loc"] if part != "body")
+    message = (
+        f"{param or 'the body'}: {fault['msg']}; send JSON with Content-Type: application/json"
+    )
+    return invalid_value(message, param or None)

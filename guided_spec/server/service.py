@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -10,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, Unpack
 
 from guided_spec.engine.chat import ChatOptions, ChatRequest
+from guided_spec.engine.chats.template import render_arguments
 from guided_spec.engine.outputs import Chunk, Completion, OnError, Params
 from guided_spec.engine.prompt import Message, Prompt, Prompts
 from guided_spec.engine.scheduler import Load
@@ -128,13 +128,6 @@ def _single_samples(params: SamplingParams) -> list[SamplingParams]:
     return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
-def template_arguments(tokenizer: Any) -> frozenset[str]:
-    """The names that a chat template's variables cannot have: they steer how it is rendered."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    names = {name for name, each in own.items() if each.kind is not each.VAR_KEYWORD}
-    return frozenset({*names, "messages", "self"} - {"documents"})  # these a template reads
-
-
 class Service:
     """Shared by all requests of a server; used by one event loop.
 
@@ -164,7 +157,7 @@ class Service:
         self._token_names = {token: name for name, token in llm.vocabulary.added_tokens}
         shown = max(map(len, llm.vocabulary.text_bytes))
         self._longest_token = max(shown, *map(len, self._token_names.values()), 1)
-        self.template_arguments = template_arguments(llm.tokenizer)
+        self.template_arguments = render_arguments(llm.tokenizer)
 
     def _load(self) -> Load:
         load = self.llm.load
@@ -191,7 +184,7 @@ class Service:
         """Raise ApiError for a request of too many samples."""
         limit = self.settings.max_samples
         if num_samples > limit:
-            message = f"the request asks for {num_samples} texts, and {limit} is the most"
+            message = f"n: the request asks for {num_samples} texts, and {limit} is the most"
             raise invalid_value(message, "n")
 
     def require_length(

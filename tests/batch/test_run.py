@@ -51,7 +51,8 @@ class Form:
         del index
         self.num_read += 1
         number = line.value
-        refusal = None if number >= 0 else {"response": None, "error": {"message": "negative"}}
+        fault = line.fault or ("negative" if number < 0 else None)
+        refusal = None if fault is None else {"response": None, "error": {"message": fault}}
         return Question(str(number), digest_of(number), number, refusal)
 
     def runner(self, llm: Any, watch: Callable[[Any], None]) -> Form:
@@ -110,6 +111,25 @@ def test_every_line_has_an_answer(tmp_path: Path) -> None:
     assert again.asked == [100, 101]  # errors are no answers
     assert (summary.total, summary.before, summary.answered, summary.failed) == (104, 99, 0, 5)
     assert sorted(answered(tmp_path / "out.jsonl")) == [*range(99), 100, 101]
+
+
+def test_of_lines_with_one_id_the_first_is_answered(tmp_path: Path) -> None:
+    source, output = numbers(tmp_path / "in.jsonl", [1, 2, 1, 3, -4, -4]), tmp_path / "out.jsonl"
+    for asked, before in (([1, 2, 3], 0), ([], 3)):  # and again, where only errors are left
+        form = Form()
+        with Batch(source, output, form) as batch:
+            assert batch.needs_model == bool(asked)
+            with ProgressBar(None, is_shown=False) as bar:
+                batch.run(LLM, bar)
+        assert form.asked == asked
+        summary = batch.summary
+        found = (summary.total, summary.before, summary.answered, summary.failed)
+        assert found == (6, before, len(asked), 3)
+        assert sorted(answered(output)) == [1, 2, 3]
+        lines = [json.loads(line) for line in output.read_bytes().splitlines()]
+        told = {line["custom_id"]: line["error"]["message"] for line in lines if line["error"]}
+        assert told["1"] == "custom_id='1': stands in lines 1 and 3: each line needs its own"
+        assert "lines 5 and 6" in told["-4"] or told["-4"] == "negative"
 
 
 @given(
@@ -177,7 +197,6 @@ def test_what_needs_no_model(tmp_path: Path) -> None:
     ("given", "output", "reason"),
     [
         ([], "out.jsonl", "^--input=.*holds no lines"),
-        ([1, 2, 1], "out.jsonl", "^custom_id='1': stands in lines 1 and 3: each line needs"),
         ([1], "in.jsonl", "^--output=.*is the input; name another file"),
         ([1], "none/out.jsonl", "^--output=.*is in no folder that exists; make it first"),
         ([1], "", "^--output=.*must be a file, not a folder"),

@@ -155,7 +155,7 @@ def test_rows_that_fail(model: str, tmp_path: Path) -> None:
     [
         (("A",), "PROMPT='A': names no column in braces, so that all rows would get the same"),
         (("{nmae}",), "--input=.*: has no column 'nmae'; did you mean name? the columns"),
-        (("{name",), "prompt='{name': expected '}' before end of string"),
+        (("{name",), "PROMPT='{name': expected '}' before end of string"),
         (("{name}", "--id-column", "id"), "has no column 'id'"),
         (("{name}", "--compare"), "--compare=True: is for one text; leave it out"),
         (("{name}", "--served-model-name", "x"), "--served-model-name=['x']: is for requests"),

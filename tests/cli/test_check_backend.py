@@ -112,7 +112,7 @@ def test_check_refuses_an_unknown_backend(tmp_path: Path) -> None:
     path.write_text("{}")
     result = CliRunner().invoke(app, ["check", str(path), "--grammar-backend", "outlines"])
     assert result.exit_code == 1
-    assert "grammar_backend='outlines'" in " ".join(result.stderr.split())
+    assert "--grammar-backend='outlines'" in " ".join(result.stderr.split())
 
 
 def test_check_says_which_keys_are_written(tmp_path: Path) -> None:

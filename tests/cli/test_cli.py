@@ -478,5 +478,5 @@ def test_how_the_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) 
     assert run(command, *given, "--device-map", '{"": "cpu"}').exit_code == 1
     assert seen[2]["device_map"] == {"": "cpu"}
     refused = run(command, *given, "--device-map", "all")
-    assert "device_map='all': must be one of auto," in " ".join(refused.stderr.split())
+    assert "--device-map='all': must be one of auto," in " ".join(refused.stderr.split())
     assert len(seen) == 3

@@ -51,7 +51,7 @@ def test_options(started: list[Any]) -> None:
 
 def test_mistakes(started: list[Any]) -> None:
     for arguments, reason in (
-        (("--max-samples", "0"), "max_samples=0"),
+        (("--max-samples", "0"), "--max-samples=0"),
         (("--port", "-1"), "--port"),
     ):
         result = serve(*arguments)

@@ -261,9 +261,9 @@ SHORTENED = {"max_tokens": 8, "grammar": NUMBER}
     [
         SHORTENED,
         {"max_tokens": 9, "grammar": GrammarSpec.regex("[a-z ]{40}"), "complete": False},
-        {"max_tokens": 4, "ignore_eos": True},
+        {"max_tokens": 9, "grammar": GrammarSpec.regex("[a-z ]+"), "complete": False},
     ],
-    ids=["steered", "cut off", "free"],
+    ids=["steered", "cut off", "cut off where it might end"],
 )
 def test_a_text_that_was_cut_short_may_be_refused(llm: LLM, fields: dict[str, Any]) -> None:
     shown = SamplingParams(**fields)
@@ -291,6 +291,20 @@ def test_sampled_texts_do_not_depend_on_what_becomes_of_them(llm: LLM) -> None:
     assert shown.token_ids == refused.token_ids
 
 
+def test_free_text_is_never_refused(llm: LLM) -> None:
+    """Nothing shortens it."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True, on_short="error")
+    calls: Any = (llm.generate, lambda *given: [c.completion for c in llm.stream(*given)][-1:])
+    for call in (*calls, llm.map):
+        (output,) = call(["A"], params)
+        assert (output.finish_reason, output.was_shortened) == ("length", False)
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    spec = GrammarSpec.structural_tag(tag)  # as that of tools, of which none is called
+    params = SamplingParams(max_tokens=4, grammar=spec, on_short="error")
+    (output,) = llm.generate("A", params, on_error="return")
+    assert (output.error is not None) == output.was_shortened
+
+
 def test_a_whole_text_is_never_refused(llm: LLM) -> None:
     short = GrammarSpec.regex("[ab]{3}")
     for most in range(4, 8):
@@ -303,7 +317,8 @@ def test_the_context_may_be_what_is_short(llm: LLM) -> None:
     prompt = "The name of the cat is Ada. " * 9
     room = llm.max_model_len - len(llm.encode(prompt))
     assert 0 < room < 150
-    params = SamplingParams(max_tokens=500, ignore_eos=True, on_short="error")
+    spec = GrammarSpec.regex("[a-z ]{500}")
+    params = SamplingParams(max_tokens=500, grammar=spec, complete=False, on_short="error")
     with pytest.raises(TextCutShortError, match=f"the context has room for {room} tokens: send a"):
         llm.generate(prompt, params)
 

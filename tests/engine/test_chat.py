@@ -297,6 +297,8 @@ def test_what_fails_later_raises_too(llm: LLM) -> None:
     with pytest.raises(PromptError, match="chat template"):
         llm.chat(ASK)
     with pytest.raises(PromptError, match="chat template"):
+        llm.chat(ASK, **options("{{ raise_exception('no') }}"))
+    with pytest.raises(ConfigError, match=r"^messages\[0\].tool_calls=3: must be a list"):
         llm.chat([{"role": "assistant", "tool_calls": 3}], **options(TEMPLATES["hermes"]))
     with pytest.raises(PromptError, match="chat template"):
         llm.chat(ASK, **options(TEMPLATES["hermes"], variables={"messages": 4}))

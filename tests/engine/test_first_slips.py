@@ -23,6 +23,13 @@ from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 
 
+class _Any:
+    """Classes that a type checker does not look at."""
+
+    LLM: Any = LLM
+    SamplingParams: Any = SamplingParams
+
+
 class Contact(BaseModel):
     """A grammar by its type."""
 
@@ -66,6 +73,61 @@ def test_asyncio_takes_them_too(llm: LLM) -> None:
     one, other = asyncio.run(both())
     assert one == other
     assert isinstance(one, Contact)
+
+
+def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
+    any_llm: Any = llm  # as a type checker would refuse some of them
+    short = SamplingParams(max_tokens=40)
+    chat: Any = [{"role": "user", "content": "on"}]
+    plain: Any = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
+    outputs = {
+        any_llm.generate("on", grammar=Contact, params=short)[0].text,
+        any_llm.generate("on", Contact, short)[0].text,
+        any_llm.generate("on", short, Contact)[0].text,
+        any_llm.generate("on", Contact, params=short)[0].text,
+        any_llm.generate("on", short, response_format=Contact)[0].text,
+        next(any_llm.map(["on"], Contact, short)).text,
+        next(any_llm.map(["on"], short, response_format=Contact)).text,
+        "".join(chunk.text for chunk in any_llm.stream("on", Contact, short)),
+        asyncio.run(any_llm.agenerate("on", Contact, short))[0].text,
+        any_llm.chat(chat, None, Contact, params=short, **plain).text,
+        any_llm.chat(chat, Contact, short, **plain).text,
+        any_llm.chat(chat, short, response_format=Contact, **plain).text,
+        list(any_llm.stream_chat(chat, Contact, short, **plain))[-1].completion.text,
+        asyncio.run(any_llm.achat(chat, Contact, short, **plain)).text,
+    }
+    assert len(outputs) == 1
+    assert any_llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda llm: llm.generate(), "^prompts=None: is missing: generate needs it"),
+        (lambda llm: llm.map(), "^rows=None: is missing: map needs it"),
+        (lambda llm: llm.stream(), "^prompts=None: is missing: stream needs it"),
+        (lambda llm: asyncio.run(llm.agenerate()), "^prompts=None: is missing"),
+        (lambda llm: llm.chat(), "^messages=None: is missing: chat needs it"),
+        (lambda llm: llm.stream_chat(), "^messages=None: is missing: stream_chat needs it"),
+        (lambda llm: asyncio.run(llm.achat()), "^messages=None: is missing: achat needs it"),
+        (lambda llm: llm.choose("a"), "^choices=None: is missing"),
+        (lambda llm: llm.choose("a", ["b"], "all"), "^choose='all': takes prompts, choices; give"),
+        (lambda llm: llm.generate("a", prompts="b"), "^prompts='a': is given twice"),
+        (lambda llm: llm.generate("a", Contact, Contact), "^grammar=.*: is given twice"),
+        (lambda llm: llm.generate("a", 3, 4), "^params=4: is given twice"),
+        (lambda llm: llm.chat([], [], [], []), r"^chat=\[\]: takes messages, tools; give"),
+        (
+            lambda _: _Any.LLM("a", "ngram", 5, "b"),
+            "^LLM='b': takes model, proposer, num_draft_tok",
+        ),
+        (lambda _: _Any.SamplingParams(5), "^params=5: SamplingParams takes its values by name"),
+        (lambda llm: llm.generate("a", response_fromat=Contact), "did you mean response_format"),
+    ],
+)
+def test_no_call_ends_in_a_type_error(llm: LLM, call: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        call(llm)
 
 
 def test_two_grammars_are_refused(llm: LLM) -> None:
@@ -161,10 +223,6 @@ def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
             r"^max_new_tokens=4: .* pass params=SamplingParams\(max_tokens=\.\.",
         ),
         ({"grammer": Contact}, r"^grammer=.*: is no option; did you mean grammar\?"),
-        (
-            {"response_format": Contact},
-            r"^response_format=.*: is no option; did you mean grammar",
-        ),
         ({"schema": Contact}, r"^schema=.*: is no option; did you mean grammar\?"),
         ({"sampling_params": None}, r"^sampling_params=None: is no option; did you mean params\?"),
         ({"on_errors": "raise"}, r"^on_errors='raise': is no option; did you mean on_error\?"),

@@ -87,8 +87,11 @@ def _blamed_on(owner: Any) -> Iterator[None]:
     try:
         yield
     except GrammarCompileError as error:
-        if owner is not None:
-            error.args = (f"{owner}: {error}",)
+        if isinstance(owner, list):
+            shown = [str(word) if at % 2 == 0 else repr(word) for at, word in enumerate(owner)]
+            pairs = [" ".join(shown[at : at + 2]) for at in range(0, len(shown), 2)]
+            error.args = (f"{', '.join(pairs)}: {error}",)
+            error.owner = tuple(owner)
         raise
 
 

@@ -156,7 +156,7 @@ class Lowering:
             target = self.document.resolve(node)
             if target is None:
                 reason = f"{words['$ref']!r} is not found in the schema, and nothing is fetched"
-                fix = "pass it with resources={uri: schema}, or move the target under $defs"
+                fix = "move the target under $defs, or pass it with resources={uri: schema}"
                 self.report.error(at.pointer, "$ref", reason, fix)
                 return {}
             if any(name in words for name in self._asserting):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.dialect import subschemas
 from guided_spec.grammar.schema.lowered import Unenforced, escape
+
+_LOG = logging.getLogger(__name__)
 
 _CONSTRAINTS = (
     *("type", "enum", "const", "properties", "required", "additionalProperties"),
@@ -32,7 +36,7 @@ _OTHERS = (
 )
 _KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
 _SPELLED = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
-_MOST_SCHEMAS = 4_096  # of one document that are looked at
+_MOST_SCHEMAS, _MOST_UNKNOWN = 4_096, 1_024  # of one document that are looked at
 # "propertys" is so much like "properties"; of short ones "note" would be as much like "not".
 _LIKE, _LONG = 0.84, 5
 
@@ -40,6 +44,7 @@ _LIKE, _LONG = 0.84, 5
 def misspelt(schema: Any) -> Iterator[Unenforced]:
     """Keywords that JSON Schema does not have and that are like one it has, of level "warning"."""
     waiting: list[tuple[Any, tuple[str | int, ...]]] = [(schema, ())]
+    unknown = set[str]()
     for _ in range(_MOST_SCHEMAS):
         if not waiting:
             return
@@ -47,6 +52,9 @@ def misspelt(schema: Any) -> Iterator[Unenforced]:
         if not isinstance(node, dict):
             continue
         for keyword in (name for name in node if name not in _KNOWN):
+            unknown.add(keyword)
+            if len(unknown) > _MOST_UNKNOWN:
+                return
             meant = _meant(str(keyword))
             if meant is not None:
                 reason = f"it is no keyword of JSON Schema and says nothing; {meant!r} is one"
@@ -71,3 +79,20 @@ def _meant(keyword: str) -> str | None:
     found = difflib.get_close_matches(plain, _SPELLED, n=1, cutoff=_LIKE)
     alike = [one for one in forms if one in _SPELLED] or [one for one in found if len(one) >= _LONG]
     return _SPELLED[alike[0]] if alike else None
+
+
+def require_spelled(argument: str, schema: Any, *, strict: bool) -> None:
+    """Look for misspelt keywords: the log names each once, and ``strict`` raises ConfigError.
+
+    argument: what the schema came in.
+    """
+    for entry in misspelt(schema):
+        reason = f"at {entry.pointer or '/'!r}: {entry.reason}; {entry.fix}"
+        if strict:
+            raise ConfigError(argument, entry.keyword, reason)
+        _warn_of(argument, entry.keyword, reason)
+
+
+@lru_cache(maxsize=1024)
+def _warn_of(argument: str, keyword: str, reason: str) -> None:
+    _LOG.warning("%s: %r: %s", argument, keyword, reason)

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.schema.misspelt import require_spelled
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.delimited import DelimitedFormat
 from guided_spec.grammar.tools.format import (
@@ -34,13 +35,15 @@ def form_content(form: GrammarSpec) -> dict[str, Any]:
     """
     for one in fields(form):
         given = getattr(form, one.name)
-        if one.name not in ("kind", "source", "value_type") and given != one.default:
+        if one.name not in ("kind", "source", "strict", "value_type") and given != one.default:
             fix = "cannot be set together with tools; leave it out"
             raise ConfigError(f"response_format.{one.name}", given, fix)
     match form.kind:
         case "json_schema":
             schema = _parsed(form)
-            return {"type": "json_schema", "json_schema": schema, OWNER: "the response_format"}
+            if form.strict:
+                require_spelled("response_format", schema, strict=True)
+            return {"type": "json_schema", "json_schema": schema, OWNER: ["the response_format"]}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.schema.misspelt import require_spelled
 from guided_spec.grammar.tools.custom import (
     INPUT,
     PARAMETERS,
@@ -19,7 +20,12 @@ from guided_spec.grammar.tools.custom import (
     is_custom,
 )
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.kinds import require_known_fields
+from guided_spec.kinds import (
+    nearest_names,
+    require_kind,
+    require_known_fields,
+    require_one_of,
+)
 
 ToolChoice = Literal["auto", "required", "none", "named"]
 
@@ -33,12 +39,13 @@ class Tool(NamedTuple):
     """A tool, or a custom one, whose only argument is the text ``input``.
 
     parameters: the JSON schema of its arguments. input: the grammar of a custom tool's text, as a
-    part of a structural tag; None where there is none.
+    part of a structural tag; None where there is none. kind: as OpenAI's dicts have it.
     """
 
     name: str
     parameters: Mapping[str, Any]
     input: Mapping[str, Any] | None = None
+    kind: Literal["function", "custom"] = "function"
 
 
 class ToolCall(NamedTuple):
@@ -100,21 +107,48 @@ def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice,
             return "required", tools
         case {"type": "allowed_tools"} if isinstance(tool_choice, Mapping):
             return _read_allowed(tool_choice, tools)
-    name = _named("tool_choice", tool_choice)
-    if name is None:
+    if isinstance(tool_choice, str):
+        return "named", [_tool_of_name(tool_choice, tools)]
+    if isinstance(tool_choice, Mapping):
+        require_one_of("tool_choice.type", tool_choice.get("type"), _CHOICES)
+    chosen = _named("tool_choice", tool_choice, tools)
+    if chosen is None:
         fix = (
             'must be "auto", "required", "none", a tool\'s name, '
             '{"type": "function", "function": {"name": ...}} or '
             '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
         )
         raise ConfigError("tool_choice", tool_choice, fix)
-    return "named", [_chosen("tool_choice", name, tools)]
+    return "named", [chosen]
 
 
-def _named(path: str, choice: object) -> str | None:
-    """The tool that a choice names, itself or in OpenAI's dict; None where it names none."""
-    if isinstance(choice, str):
-        return choice
+_WORDS = ("auto", "none", "required")
+_CHOICES = ("function", "custom", "allowed_tools")
+
+
+def _tool_of_name(choice: str, tools: Sequence[Tool]) -> Tool:
+    """The tool that a choice is the name of."""
+    for tool in tools:
+        if tool.name == choice:
+            return tool
+    names = [tool.name for tool in tools]
+    near = nearest_names(choice, [*_WORDS, *names])[:1]
+    meant = f"; did you mean {near[0]}?" if near else ""
+    fix = f"is not one of the tools: {_some(names)}; nor is it {', '.join(_WORDS)}{meant}"
+    raise ConfigError("tool_choice", choice, fix)
+
+
+_SHOWN = 16
+
+
+def _some(names: Sequence[str]) -> str:
+    """The names, or the first of many."""
+    more = len(names) - _SHOWN
+    return ", ".join([*names[:_SHOWN], *([f"{more} more"] if more > 0 else [])]) or "none"
+
+
+def _named(path: str, choice: object, tools: Sequence[Tool]) -> Tool | None:
+    """The tool that OpenAI's dict names; None where it names none."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(choice, Mapping) or kind not in ("function", "custom"):
         return None
@@ -124,15 +158,22 @@ def _named(path: str, choice: object) -> str | None:
         return None
     require_known_fields(f"{path}.{kind}", inner, ("name",))
     name = inner.get("name")
-    return name if isinstance(name, str) else None
+    return _chosen(path, kind, name, tools) if isinstance(name, str) else None
 
 
-def _chosen(path: str, name: str, tools: Sequence[Tool]) -> Tool:
-    for tool in tools:
-        if tool.name == name:
-            return tool
-    names = ", ".join(tool.name for tool in tools) or "none"
-    raise ConfigError(path, name, f"is not one of the tools: {names}")
+def _chosen(path: str, kind: str, name: str, tools: Sequence[Tool]) -> Tool:
+    """The tool of a kind and name."""
+    names = [tool.name for tool in tools]
+    if name not in names:
+        near = nearest_names(name, names)[:1]
+        meant = f"; did you mean {near[0]}?" if near else ""
+        fix = f"is not one of the tools: {_some(names)}{meant}"
+        raise ConfigError(f"{path}.{kind}.name", name, fix)
+    tool = tools[names.index(name)]
+    if tool.kind != kind:
+        fix = f'the tool {name!r} is a {tool.kind} one: write {{"type": "{tool.kind}", ...}}'
+        raise ConfigError(f"{path}.type", kind, fix)
+    return tool
 
 
 def _read_allowed(
@@ -145,19 +186,19 @@ def _read_allowed(
         raise ConfigError(path, allowed, 'must be {"mode": "auto" or "required", "tools": [...]}')
     require_known_fields(path, allowed, ("mode", "tools"))
     mode, listed = allowed.get("mode"), allowed.get("tools")
-    if mode not in ("auto", "required"):
-        raise ConfigError(f"{path}.mode", mode, "must be auto or required")
+    require_one_of(f"{path}.mode", mode, ("auto", "required"))
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ConfigError(f"{path}.tools", listed, "must be a list of at least one tool")
     names = set[str]()
     for index, one in enumerate(listed):
         place = f"{path}.tools[{index}]"
-        name = None if isinstance(one, str) else _named(place, one)
-        if name is None:
+        chosen = _named(place, one, tools)
+        if chosen is None:
             fix = 'must be {"type": "function", "function": {"name": ...}}, or "custom" twice'
             raise ConfigError(place, one, fix)
-        names.add(_chosen(place, name, tools).name)
-    return mode, [tool for tool in tools if tool.name in names]
+        names.add(chosen.name)
+    left = [tool for tool in tools if tool.name in names]
+    return "auto" if mode == "auto" else "required", left
 
 
 def _tool_dict(place: str, tool: Any) -> dict[str, Any]:
@@ -191,9 +232,11 @@ def _read_one(place: str, given: Any, tool: Mapping[str, Any]) -> Tool:
     if is_custom(given):
         custom = custom_of(place, given)
         name = _name(f"{place}.custom", custom)
-        return Tool(name, PARAMETERS, input_content(place, custom))
+        return Tool(name, PARAMETERS, input_content(place, custom), "custom")
     function = tool.get("function")
-    if tool.get("type") != "function" or function is None:
+    if isinstance(function, Mapping):
+        require_one_of(f"{place}.type", tool.get("type"), ("function", "custom"))
+    if function is None or tool.get("type") != "function":
         fix = 'must be {"type": "function", "function": {"name": ..., "parameters": {...}}}'
         raise ConfigError(place, tool, fix)
     require_known_fields(place, tool, ("type", "function"))
@@ -208,6 +251,10 @@ def _read_one(place: str, given: Any, tool: Mapping[str, Any]) -> Tool:
     if not isinstance(parameters, Mapping):
         fix = f"of the tool {name!r}: must be a JSON schema, a dict"
         raise ConfigError(f"{place}.parameters", parameters, fix)
+    strict = function.get("strict")
+    require_kind(f"{place}.strict", strict, bool | None)
+    require_kind(f"{place}.description", function.get("description"), str | None)
+    require_spelled(f"{place}.parameters", parameters, strict=strict is True)
     return Tool(name, parameters or {"type": "object"})
 
 
@@ -323,8 +370,8 @@ class MarkedReader:
         return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
 
 
-OWNER = "owner"
-"""A field that our tags add to a schema: whose schema it is, in the words of an error."""
+OWNER = "guided_spec.owner"
+"""A field that our tags add to a schema: whose it is, as the words and names of an error."""
 
 
 class Arguments(NamedTuple):
@@ -351,7 +398,7 @@ def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def schema_content(tool: Tool, schema: Any, key: str | None = None) -> dict[str, Any]:
     """A part of a structural tag: JSON under a tool's schema, or that of its argument ``key``."""
-    owner = f"the tool {tool.name!r}" + ("" if key is None else f", argument {key!r}")
+    owner = ["the tool", tool.name, *([] if key is None else ["argument", key])]
     if tool.input is not None:
         text = in_sequence(literal('"'), {**tool.input, OWNER: owner}, literal('"'))
         return text if key else in_sequence(literal(f'{{"{INPUT}": '), text, literal("}"))

@@ -17,9 +17,9 @@ from guided_spec.server.endpoints.anthropic_bodies import (
     as_chat,
     counted_chat,
 )
-from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.chat import ChatRun
 from guided_spec.server.endpoints.replies import absent, absent_if_zero
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import named_as_sent
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
@@ -31,6 +31,11 @@ _PARAMS = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
 }
+
+
+def _flat(path: str) -> str:
+    """Here a tool is no function that is nested in it."""
+    return path.replace(".function.parameters", ".input_schema").replace(".function", "")
 
 
 class TextBlock(BaseModel):
@@ -103,8 +108,8 @@ class TokenCount(BaseModel):
 async def count_tokens(service: Service, body: CountBody) -> TokenCount:
     """The tokens of a prompt, its tools included. Raises ApiError."""
     chat = await service.workers.run(lambda: counted_chat(body, service.template))
-    with named_as_sent(_PARAMS):
-        run = ChatRun(service, ChatBody.model_validate(chat))
+    with named_as_sent(_PARAMS, _flat):
+        run = ChatRun(service, chat_of(chat))
         return TokenCount(input_tokens=await run.count_tokens())
 
 
@@ -145,7 +150,7 @@ class MessagesHandler:
         yield _sent(MessageEvent(type="message_stop"))
 
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Any], None]:
-        with named_as_sent(_PARAMS):
+        with named_as_sent(_PARAMS, _flat):
             async with aclosing(self._run.requests()) as chunks:
                 async for one in chunks:
                     yield one

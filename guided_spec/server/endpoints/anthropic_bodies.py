@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from guided_spec.kinds import require_known_fields
+from guided_spec.engine.chats.template import template_reads
+from guided_spec.errors import ConfigError
+from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import ApiError, invalid_value
 
 CALL = "toolu_"  # before the id that the chat template knows
@@ -21,8 +24,27 @@ _OF_THOUGHT = ("type", "thinking", "signature")
 _OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE)
 
 
+class CacheControl(Strict):
+    """What may be kept of a prompt; it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Sender(Strict):
+    """Anthropic's ``metadata``; it changes nothing."""
+
+    user_id: str | None = None
+
+
 class CountBody(Strict):
     """The body of ``POST /v1/messages/count_tokens``. The last one changes nothing."""
+
+    elsewhere = {
+        **{"input": "messages", "prompt": "messages", "instructions": "system"},
+        **{"reasoning_effort": "output_config.effort", "response_format": "output_config.format"},
+        **{"max_output_tokens": "max_tokens", "stop": "stop_sequences", "reasoning": "thinking"},
+    }
 
     model: str | None = None
     messages: Annotated[Objects, Field(min_length=1)]
@@ -32,11 +54,11 @@ class CountBody(Strict):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesBody(CountBody):
-    """The body of ``POST /v1/messages``. The last ones change nothing."""
+    """The body of ``POST /v1/messages``. The last two change nothing."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Stops | None = None
@@ -45,8 +67,11 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
 
-    metadata: Any = None
-    service_tier: Any = None
+    # Ours, as in other bodies.
+    on_short: Literal["error", "return"] | None = None
+
+    metadata: Sender | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def as_chat(body: MessagesBody, template: str) -> ChatBody:
@@ -63,8 +88,9 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
         "top_p": body.top_p,
         "top_k": body.top_k,
         "stop": body.stop_sequences,
+        "on_short": body.on_short,
     }
-    return ChatBody.model_validate({**chat, **fields})
+    return chat_of({**chat, **fields})
 
 
 def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
@@ -75,9 +101,12 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")
     choice = dict(body.tool_choice or {})
-    is_parallel = None if choice.pop("disable_parallel_tool_use", None) is not True else False
+    is_single = choice.pop("disable_parallel_tool_use", None)
+    require_kind("tool_choice.disable_parallel_tool_use", is_single, bool | None)
+    is_parallel = False if is_single else None
     output = body.output_config or {}
     require_known_fields("output_config", output, ("format", "effort"))
+    require_kind("output_config.effort", output.get("effort"), str | None)
     return {
         "model": body.model,
         "messages": messages,
@@ -92,7 +121,11 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
 
 def _effort(effort: Any, template: str) -> Any:
     """What to tell the template; Anthropic's default asks for nothing where it reads none."""
-    return None if effort == "high" and "reasoning_effort" not in template else effort
+    return None if effort == "high" and not _reads("reasoning_effort", template) else effort
+
+
+def _reads(name: str, template: str) -> bool:
+    return name in template_reads(template).variables
 
 
 def _response_format(wanted: Any) -> Any:
@@ -111,9 +144,10 @@ def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any]
     if wanted is None:
         return None
     require_known_fields("thinking", wanted, ("type", "budget_tokens", "display"))
-    kind, is_known = wanted.get("type"), "enable_thinking" in template
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise _fault("thinking.type", "must be enabled, disabled or adaptive")
+    require_kind("thinking.budget_tokens", wanted.get("budget_tokens"), int | None)
+    require_kind("thinking.display", wanted.get("display"), str | None)
+    kind, is_known = wanted.get("type"), _reads("enable_thinking", template)
+    require_one_of("thinking.type", kind, ("enabled", "disabled", "adaptive"))
     if kind == "enabled" and not is_known:
         raise _fault("thinking.type", "this model's thinking cannot be turned on; leave it out")
     is_told = is_known and kind != "adaptive"
@@ -130,7 +164,10 @@ def _choice(choice: Mapping[str, Any]) -> Any:
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
     if choice:
-        raise _fault("tool_choice", 'must be of type auto, any or none, or tool with a "name"')
+        near = nearest_names(str(choice.get("type")), ("auto", "any", "none", "tool"))[:1]
+        meant = f"; did you mean {near[0]}?" if near else ""
+        fix = f'must be of type auto, any or none, or tool with a "name"{meant}'
+        raise _fault("tool_choice", fix)
     return None
 
 
@@ -139,6 +176,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise _fault(f"{path}.type", f"{tool['type']!r:.40}: only tools of the client run here")
     require_known_fields(path, tool, _OF_TOOL)
+    _require_cache(path, tool)
     if not isinstance(tool.get("input_schema"), dict):
         raise _fault(f"{path}.input_schema", "must be a JSON schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -149,8 +187,10 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """The messages of a chat that one of these is: results of tools are messages of their own."""
     require_known_fields(path, message, ("role", "content"))
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise _fault(f"{path}.role", "must be user or assistant; what the system says is in system")
+    if role == "system":
+        fix = "must be user or assistant; what the system says is in system"
+        raise ConfigError(f"{path}.role", role, fix)
+    require_one_of(f"{path}.role", role, ("user", "assistant"))
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -170,8 +210,15 @@ def _block(block: Any, path: str) -> str:
         "thinking": _OF_THOUGHT,
     }
     if kind not in fields:
-        raise _fault(path, f"this model reads text, calls and their results, not {kind!r:.40}")
+        near = nearest_names(str(kind), fields, cutoff=0.8)[:1]
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise _fault(
+            path, f"this model reads text, calls and their results, not {kind!r:.40}{meant}"
+        )
     require_known_fields(path, block, fields[kind])
+    _require_cache(path, block)
+    require_kind(f"{path}.is_error", block.get("is_error"), bool | None)
+    require_kind(f"{path}.citations", block.get("citations"), dict | list | None)
     for name in ("text", "thinking", "tool_use_id", "id", "name"):
         if name in fields[kind] and not isinstance(block.get(name), str):
             raise _fault(f"{path}.{name}", "must be a str")
@@ -232,6 +279,16 @@ def _text(content: Any, path: str) -> str:
             raise _fault(f"{path}[{at}]", "must be a block of text")
         pieces.append(block["text"])
     return "".join(pieces)
+
+
+def _require_cache(path: str, holder: Mapping[str, Any]) -> None:
+    """Look at what may be kept of a part of the prompt, which changes nothing."""
+    given, place = holder.get(_CACHE), f"{path}.{_CACHE}"
+    require_kind(place, given, dict | None)
+    if given is not None:
+        require_known_fields(place, given, ("type", "ttl"))
+        require_one_of(f"{place}.type", given.get("type"), ("ephemeral",))
+        require_one_of(f"{place}.ttl", given.get("ttl") or "5m", ("5m", "1h"))
 
 
 def _fault(param: str, reason: str) -> ApiError:

@@ -6,7 +6,8 @@ is null asks for nothing: many clients send those that their users left out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
@@ -43,12 +44,15 @@ _BadWords = Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=
 _AllTexts = Annotated[list[str], _First]
 _AllTokens = Annotated[list[int], _First]
 Objects = Annotated[list[dict[str, Any]], _First]
+Metadata = Annotated[dict[str, str], _require_few(64)]
 
 
 class Strict(BaseModel):
     """Refuses fields that it does not have. What is null is as if it were left out."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What other bodies call a field, and its name here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,12 +96,18 @@ class _Body(Strict):
     # Ours: "error" refuses a text that was ended early to fit.
     on_short: Literal["error", "return"] | None = None
 
-    user: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    user: str | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+
+
+_OF_SAMPLING = {
+    **{"format": "response_format", "json_schema": "response_format", "text": "response_format"},
+    **{"max_output_tokens": "max_tokens", "schema": "response_format", "stop_sequences": "stop"},
+}
 
 
 class SamplingBody(_Body):
@@ -132,7 +142,7 @@ class SamplingBody(_Body):
     # Ours: every step of the texts, as records or as rows of HTML.
     trace: Literal["json", "html"] | None = None
 
-    metadata: Any = None
+    metadata: Metadata | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -140,9 +150,28 @@ class SamplingBody(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class TextPart(Strict):
+    """A part of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    """OpenAI's ``prediction``: a hint for speed, and nothing else."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], _First]
+
+
 class ChatBody(SamplingBody):
     """The body of ``POST /v1/chat/completions``."""
 
+    elsewhere = {
+        **{"function_call": "tool_choice", "functions": "tools", "reasoning": "reasoning_effort"},
+        **{"input": "messages", "prompt": "messages", "system": "messages"},
+        **_OF_SAMPLING,
+    }
     messages: Objects = Field(min_length=1)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -153,13 +182,17 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], _First] | None = None
-    prediction: Any = None  # a hint for speed, and nothing else
+    prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionBody(SamplingBody):
     """The body of ``POST /v1/completions``."""
 
+    elsewhere = {
+        **_OF_SAMPLING,
+        **{"input": "prompt", "messages": "prompt", "text": "prompt"},
+    }
     prompt: str | _AllTexts | _AllTokens | Annotated[list[_AllTokens], _First]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -184,7 +217,19 @@ class ReasoningOptions(Strict):
     """
 
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+_Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesBody(_Body):
@@ -193,6 +238,12 @@ class ResponsesBody(_Body):
     background: false at most; see ``responses.ResponseHandler``.
     """
 
+    elsewhere = {
+        **{"messages": "input", "prompt": "input", "system": "instructions"},
+        **{"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
+        **{"max_new_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"},
+        **{"response_format": "text.format", "verbosity": "text.verbosity"},
+    }
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -201,10 +252,10 @@ class ResponsesBody(_Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: Annotated[dict[str, str], _require_few(64)] | None = None
+    metadata: Metadata | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
 
-    include: _AllTexts | None = None
+    include: Annotated[list[_Included], _First] | None = None
     stream_options: StreamOptions | None = None

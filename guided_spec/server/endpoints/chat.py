@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from guided_spec.engine.chat import (
     ChatStream,
     ToolCallDelta,
 )
+from guided_spec.engine.chats.messages import num_letters, read_messages
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
 from guided_spec.grammar.tools.custom import INPUT, custom_names
@@ -24,7 +25,6 @@ from guided_spec.grammar.tools.format import ToolCall
 from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.custom_calls import CustomCalls
 from guided_spec.server.endpoints.messages import (
-    plain_messages,
     style_variables,
     template_variables,
 )
@@ -52,7 +52,7 @@ from guided_spec.server.endpoints.sampling import (
     require_length,
     sampling_params,
 )
-from guided_spec.server.faults import api_error, named_as_sent
+from guided_spec.server.faults import ApiError, api_error, named_as_sent
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
@@ -101,9 +101,13 @@ class ChatRun:
             is_traced = self._body.trace is not None
             args = ([token_ids], request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
-            async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    yield request, chunk
+            try:
+                async with aclosing(stream) as chunks:
+                    async for chunk in chunks:
+                        yield request, chunk
+            except ApiError as fault:
+                fault.param = _place(fault.owner, self._body.tools or []) or fault.param
+                raise
 
     async def _prompt(self) -> _Prompt:
         service, body, max_bytes = (
@@ -148,10 +152,25 @@ class ChatRun:
             options["parallel_tool_calls"] = body.parallel_tool_calls
         if body.tools:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
-        messages = plain_messages(body.messages, service.template)
-        length = sum(len(message["content"]) for message in messages)
-        service.require_length(length, "messages", unit="characters")
+        messages = read_messages(body.messages, service.template)
+        service.require_length(num_letters(messages), "messages", unit="characters")
         return service.llm.prepare_chat(messages, body.tools or None, **options)
+
+
+def _place(owner: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Where in a body the grammar is that an error is about; None where the error does not say."""
+    match owner:
+        case ["the response_format"]:
+            return "response_format"
+        case ["the tool", name, *inner]:
+            for at, tool in enumerate(tools):
+                kind = tool.get("type")
+                described = tool.get(kind) if isinstance(kind, str) else None
+                if isinstance(described, Mapping) and described.get("name") == name:
+                    rest = "".join(f".properties.{key}" for key in inner[1:])
+                    part = "format.grammar.definition" if kind == "custom" else f"parameters{rest}"
+                    return f"tools[{at}].{kind}.{part}"
+    return None
 
 
 class ChatHandler:

@@ -14,7 +14,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from guided_spec.server.faults import ApiError, unreadable_body, validation_fault
+from guided_spec.server.endpoints.values import body_fault
+from guided_spec.server.faults import ApiError, unreadable_body
 from guided_spec.server.workers import SMALL_BYTES
 
 MOST_VALUES = 2**18  # of a body; each list, object and string counts as four
@@ -63,8 +64,7 @@ def read_body(data: bytes, kind: type[BaseModel]) -> BaseModel:
         # Of bytes, json would guess another encoding, in which values cannot be counted so.
         return kind.model_validate(json.loads(data.decode("utf-8-sig")))
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False, include_context=False)
-        raise validation_fault(faults) from None
+        raise body_fault(error, kind) from None
     except json.JSONDecodeError as error:
         message = f"the body is not valid JSON: {error.msg} at character {error.pos}"
         raise ApiError(400, message, code="invalid_json") from None

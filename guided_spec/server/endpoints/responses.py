@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any
 
 from guided_spec.engine.chat import ChatChunk, ChatStream, ToolCallDelta
@@ -31,7 +31,7 @@ from guided_spec.server.endpoints.replies import (
     ResponseUsage,
 )
 from guided_spec.server.endpoints.responses_bodies import as_chat, own_items
-from guided_spec.server.faults import ApiError, named_as_sent
+from guided_spec.server.faults import named_as_sent
 from guided_spec.server.middleware import CALLER
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
@@ -53,18 +53,9 @@ _PARAMS = {
 _NESTED = re.compile(r"\.(?:function|custom|allowed_tools|grammar)\b")
 
 
-@contextmanager
-def _named_as_sent() -> Iterator[None]:
-    """Errors name what the client sent: here, tools and choices are not nested as in chats."""
-    try:
-        with named_as_sent(_PARAMS):
-            yield
-    except ApiError as fault:
-        path = fault.param or ""
-        if re.match(r"tools?(_choice)?\b", path):
-            fault.param = _NESTED.sub("", path)
-            fault.message = fault.message.replace(path, fault.param, 1)
-        raise
+def _flat(path: str) -> str:
+    """Here tools and choices are not nested as in chats."""
+    return _NESTED.sub("", path)
 
 
 class ResponseHandler:
@@ -102,7 +93,7 @@ class ResponseHandler:
                 yield event(one, one.type)
 
     async def _events(self) -> AsyncGenerator[ResponseEvent, None]:
-        with _named_as_sent():
+        with named_as_sent(_PARAMS, _flat):
             async with aclosing(self._unnamed_events()) as events:
                 async for one in events:
                     yield one

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from guided_spec.kinds import require_known_fields
+from guided_spec.engine.chats.messages import plain_text, require_arguments, require_role
+from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
-from guided_spec.server.endpoints.messages import plain_text
+from guided_spec.server.endpoints.values import chat_of
 from guided_spec.server.faults import ApiError, invalid_value
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -47,7 +49,7 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> C
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "verbosity": _verbosity(body.text or {}),
     }
-    return ChatBody.model_validate(fields)
+    return chat_of(fields)
 
 
 _ITEM = frozenset({"type", "id", "status"})
@@ -87,6 +89,7 @@ def _messages(
         where = f"input[{index}]"
         match _kind_of(item, where):
             case "message":
+                require_role(f"{where}.role", item.get("role"))
                 text = plain_text(item.get("content"), f"{where}.content")
                 messages.append({"role": item.get("role"), "content": text})
             case "reasoning":
@@ -97,16 +100,16 @@ def _messages(
             case "custom_tool_call":
                 _add_call(messages, item, where, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
-                known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
+                known = {"role": "tool", "tool_call_id": _call_id(where, item.get("call_id"))}
                 text = plain_text(item.get("output"), f"{where}.output")
                 messages.append({**known, "content": text})
             case other:
-                raise _fault(where, f"type {other!r:.40} is not known here; leave it out")
+                require_one_of(f"{where}.type", other, _OF_ITEM)
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
     if not messages:
-        raise _fault("input", "must hold at least one item")
+        raise ConfigError("input", own, "must hold at least one item")
     return messages
 
 
@@ -120,15 +123,19 @@ def _add_call(
     called = {"name": item.get("name"), given: item.get(given)}
     if not all(isinstance(value, str) for value in called.values()):
         raise _fault(where, f"must have a name and {given}, both str")
+    if kind == "function":
+        require_arguments(f"{where}.{given}", called[given])
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    call = {"id": _call_id(item.get("call_id")), "type": kind, kind: called}
+    call = {"id": _call_id(where, item.get("call_id")), "type": kind, kind: called}
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _call_id(value: object) -> object:
+def _call_id(where: str, value: object) -> str:
     """The call's id as the chat template knows it, without this endpoint's prefix."""
-    return value.removeprefix("call_") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}.call_id", value, "must be a str, the id of the call")
+    return value.removeprefix("call_")
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +174,8 @@ def _tool_choice(choice: Any, path: str = "tool_choice") -> Any:
 
 def _verbosity(text: Mapping[str, Any]) -> Any:
     given = text.get("verbosity")
-    if given is not None and given not in _VERBOSITIES:
-        raise _fault("text.verbosity", f"must be one of {', '.join(_VERBOSITIES)}")
+    if given is not None:
+        require_one_of("text.verbosity", given, _VERBOSITIES)
     return given
 
 

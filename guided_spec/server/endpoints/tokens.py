@@ -7,8 +7,9 @@ from typing import Any
 from fastapi.responses import Response
 
 from guided_spec.engine.chat import ChatOptions
+from guided_spec.engine.chats.messages import num_letters, read_messages
 from guided_spec.server.endpoints.bodies import TokenizeBody
-from guided_spec.server.endpoints.messages import plain_messages, template_variables
+from guided_spec.server.endpoints.messages import template_variables
 from guided_spec.server.endpoints.replies import TokenizeReply
 from guided_spec.server.faults import invalid_value, json_response
 from guided_spec.server.service import Service
@@ -19,7 +20,7 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
     service.require_model(body.model)
     prompt: Any = body.prompt
     if (body.prompt is None) == (body.messages is None):
-        raise invalid_value("pass prompt or messages", "prompt")
+        raise invalid_value("prompt: pass prompt or messages, one of them", "prompt")
     if body.messages is not None:
         prompt = await service.workers.run(lambda: _chat_prompt(service, body))
     param = "prompt" if body.messages is None else "messages"
@@ -29,9 +30,8 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
 
 def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
     assert body.messages is not None  # as the caller knows
-    messages = plain_messages(body.messages, service.template)
-    length = sum(len(message["content"]) for message in messages)
-    service.require_length(length, "messages", unit="characters")
+    messages = read_messages(body.messages, service.template)
+    service.require_length(num_letters(messages), "messages", unit="characters")
     variables = template_variables(body.chat_template_kwargs, service.template_arguments)
     options: ChatOptions = {"chat_template_kwargs": variables}
     return service.llm.prepare_chat(messages, body.tools, **options).prompt_ids

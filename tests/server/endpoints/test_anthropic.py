@@ -191,10 +191,14 @@ def test_blocks_become_messages() -> None:
 @pytest.mark.parametrize(
     ("thinking", "template", "expected"),
     [
-        ({"type": "enabled", "budget_tokens": 2048}, "enable_thinking", {"enable_thinking": True}),
-        ({"type": "adaptive"}, "enable_thinking", None),
+        (
+            {"type": "enabled", "budget_tokens": 2048},
+            "{{ enable_thinking }}",
+            {"enable_thinking": True},
+        ),
+        ({"type": "adaptive"}, "{{ enable_thinking }}", None),
         ({"type": "disabled"}, "", None),
-        (None, "enable_thinking", None),
+        (None, "{{ enable_thinking }}", None),
     ],
 )
 def test_thinking_is_a_variable_of_the_template(
@@ -236,9 +240,12 @@ def user(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"max_tokens": 0}, "max_tokens: "),
-        ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: must be user"),
+        ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ({"messages": []}, "messages=[]: must"),
+        (
+            {"messages": [{"role": "system", "content": "x"}]},
+            "messages[0].role='system': must be user",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: must be a str"),
         (user({"type": "image", "source": {}}), "messages[0].content[0]: this model reads text"),
         (user({"type": "text"}), "messages[0].content[0].text: must be a str"),
@@ -258,7 +265,7 @@ def user(*blocks: Any) -> dict[str, Any]:
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strnig"}}}},
             "'strnig' is no type",
         ),
-        ({"container": "x"}, "container: this server does not know it"),
+        ({"container": "x"}, "container='x': is not known here"),
         ({"stop_sequences": [""]}, "stop_sequences=''"),
         ({"messages": [{"role": "user", "content": "a " * 2000}]}, "only 1023"),
     ],
@@ -286,7 +293,7 @@ def test_tokens_are_counted(served: Running) -> None:
     many = [{"role": "user", "content": "a " * 2000}]
     for body, reason in (
         ({}, "messages"),
-        ({"messages": ASK, "max_tokens": 3}, "max_tokens: this server does not know it"),
+        ({"messages": ASK, "max_tokens": 3}, "max_tokens=3: is not known here"),
         ({"messages": ASK, "tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"messages": many}, "only 1023"),
         ({"messages": ASK, "model": "other"}, "other"),

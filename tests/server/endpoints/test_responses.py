@@ -110,11 +110,14 @@ def test_the_shape_is_openai_s(served: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"input": []}, "input: must hold"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
+        ({"input": []}, "input=[]: must hold"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type='item_reference'"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]: must have"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
-        ({"text": {"verbosity": "lots"}}, "text.verbosity: must be one of low, medium, high"),
+        (
+            {"text": {"verbosity": "lots"}},
+            "text.verbosity='lots': must be one of low, medium, high",
+        ),
         ({"text": {"format": "json"}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
@@ -160,7 +163,8 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
         ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "does not read it"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            *("input[0].content", "input[0].content[0]: this model reads text, not 'input_image'"),
+            "input[0].content[0].type",
+            "input[0].content[0].type='input_image': this model reads text",
         ),
     ],
 )

@@ -1,0 +1,77 @@
+"""Messages of the library in the words of a command line: ``draft=`` is ``--draft`` there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+# A fix in Python's words that a command may not have: it stands last.
+_LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
+# What the library calls the values of some options.
+_ALIASES = {
+    "algorithm": "--algorithm",
+    "allowed_hosts": "--allowed-host",
+    "api_keys": "--api-key",
+    "marker": "--after",
+    "model_names": "--served-model-name",
+    "options": "--choice",
+    "pattern": "--regex",
+    "proposer": "--proposers",
+    "resources": "--resource",
+}
+_OTHERS = re.compile(r" \(its output has \w+=\w+\)|, or \w+=\{[^}]*\} to chat")
+
+
+def option_names(command: Any) -> dict[str, str]:
+    """The options of a command of click's, by the arguments that they become."""
+    found = {}
+    for param in command.params:
+        named = [name for name in param.opts if name.startswith("--")]
+        found[param.name] = named[0] if named else str(param.metavar or param.name).upper()
+    aliases = {name: option for name, option in _ALIASES.items() if option in found.values()}
+    found = aliases | found
+    return {name: option for name, option in found.items() if not name.startswith("_")}
+
+
+def spoken(message: str, options: Mapping[str, str]) -> str:
+    """A message as a command says it: names of arguments become those of its options."""
+    message = _OTHERS.sub("", message)
+    message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
+    if not options:
+        return message
+    # A word without "=" is an argument's name for sure only where it has an underscore.
+    given = "|".join(map(re.escape, options))
+    listed = "|".join(re.escape(name) for name in options if "_" in name)
+    message = re.sub(rf"(?<![\w'\"./-])({given})=(?= )", lambda m: options[m[1]], message)
+    message = re.sub(rf"(?<![\w'\"./-])({given})(?==)", lambda m: options[m[1]], message)
+    if listed:
+        message = re.sub(rf"(?<![\w'\"./-])({listed})\b(?!\()", lambda m: options[m[1]], message)
+    return message
+
+
+class _Spoken(logging.Filter):
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__()
+        self._options = options
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] == "guided_spec":
+            record.msg, record.args = spoken(record.getMessage(), self._options), ()
+        return True
+
+
+@contextmanager
+def log_as_spoken(handler: logging.Handler | None, options: Mapping[str, str]) -> Iterator[None]:
+    """What a handler writes of this package is in the words of a command; None writes nothing."""
+    if handler is None:
+        yield
+        return
+    words = _Spoken(options)
+    handler.addFilter(words)
+    try:
+        yield
+    finally:
+        handler.removeFilter(words)

@@ -1,0 +1,167 @@
+"""The messages of a conversation: what a chat template is given of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from guided_spec.engine.chats.template import EACH, TemplateReads, template_reads
+from guided_spec.errors import ConfigError, UnknownOptionError
+from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OF_ALL = frozenset({"role", "content", "name"})
+_OF_ROLE = {
+    # The last two are how clients send back what they were sent: it stands in the content too.
+    "assistant": _OF_ALL | {"tool_calls", "reasoning_content", "annotations", "parsed"},
+    "tool": _OF_ALL | {"tool_call_id"},
+}
+_OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
+_OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
+_OF_CUSTOM = frozenset({"name", "input"})
+_PARTS = ("text", "input_text", "output_text", "reasoning_text")
+_OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed", "cache_control"})
+_MESSAGE = 'must be a dict such as {"role": "user", "content": "..."}'
+
+
+def read_messages(messages: Any, template: str) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: with text for content, and roles that they know.
+
+    A role that the template does not know, "developer", becomes "system". Content in parts stays so
+    where the template reads parts. What was read may be read again.
+
+    Raises ConfigError for what is no conversation, and UnknownOptionError for a field that neither
+    the interface has nor the template reads.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        fix = 'must be one conversation, a list of {"role": ..., "content": ...}'
+        raise ConfigError("messages", messages, fix)
+    reads = template_reads(template)
+    return [_read_one(f"messages[{at}]", one, reads) for at, one in enumerate(messages)]
+
+
+def _read_one(path: str, message: Any, reads: TemplateReads) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ConfigError(path, message, _MESSAGE)
+    role, read = message.get("role"), reads.fields()
+    known = _OF_ROLE.get(role, _OF_ALL) if isinstance(role, str) else _OF_ALL
+    require_known_fields(path, message, known | read)
+    require_role(f"{path}.role", role, reads.roles)
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if name in known | read:
+            require_kind(f"{path}.{name}", message.get(name), str | None)
+    _require_calls(f"{path}.tool_calls", message.get("tool_calls"), reads)
+    content = message.get("content")
+    if content is None and role != "assistant" and not message.keys() - {"role", "content", "name"}:
+        raise ConfigError(f"{path}.content", content, "must be text")
+    if isinstance(content, list | tuple) and reads.takes_parts:
+        content = [
+            {"type": "text", "text": _part_text(f"{path}.content[{at}]", part)}
+            for at, part in enumerate(content)
+        ]
+    else:
+        content = plain_text(content, f"{path}.content")
+    if role == "developer" and role not in reads.roles:
+        role = "system"
+    return {**message, "role": role, "content": content}
+
+
+def require_role(path: str, role: object, others: Collection[str] = ()) -> None:
+    """Raise ConfigError, naming its path, for what is no role. others: that a template knows."""
+    require_one_of(path, role, [*ROLES, *sorted({*others} - {*ROLES})])
+
+
+def num_letters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Of the contents of messages that were read."""
+    contents = [message["content"] for message in messages]
+    parts = [part["text"] for one in contents if isinstance(one, list) for part in one]
+    return sum(len(text) for text in [*parts, *contents] if isinstance(text, str))
+
+
+def plain_text(content: Any, path: str) -> str:
+    """Content that is text, in one piece or in parts. Raises as ``read_messages`` does."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ConfigError(path, content, 'must be text, or a list of {"type": "text", "text": ...}')
+    return "".join(_part_text(f"{path}[{at}]", part) for at, part in enumerate(content))
+
+
+def _part_text(path: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise ConfigError(path, part, 'must be a dict such as {"type": "text", "text": "..."}')
+    kind = part.get("type", "text")
+    if kind not in _PARTS:
+        near = nearest_names(kind, _PARTS, cutoff=0.8)[:1] if isinstance(kind, str) else []
+        meant = f": did you mean {near[0]}?" if near else ", in parts of the type text"
+        raise ConfigError(f"{path}.type", kind, f"this model reads text{meant}")
+    require_known_fields(path, part, _OF_PART)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ConfigError(f"{path}.text", text, "must be a str")
+    return text
+
+
+def _require_calls(path: str, calls: Any, reads: TemplateReads) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, list | tuple):
+        fix = 'must be a list of {"id": ..., "type": "function", "function": {...}}'
+        raise ConfigError(path, calls, fix)
+    known = _OF_CALL | reads.fields("tool_calls", EACH)
+    for index, call in enumerate(calls):
+        _require_call(f"{path}[{index}]", call, known)
+
+
+def _require_call(path: str, call: Any, known: Collection[str]) -> None:
+    if not isinstance(call, Mapping):
+        fix = 'must be a dict such as {"type": "function", "function": {"name": ...}}'
+        raise ConfigError(path, call, fix)
+    require_known_fields(path, call, known)
+    require_kind(f"{path}.id", call.get("id"), str | None)
+    kind = call.get("type")
+    kind = ("custom" if "custom" in call else "function") if kind is None else kind
+    require_one_of(f"{path}.type", kind, ("function", "custom"))
+    inner, place = call.get(kind), f"{path}.{kind}"
+    if inner is None and kind == "function" and "name" in call:  # as some templates take it
+        inner, place = {name: call.get(name) for name in ("name", "arguments")}, path
+    if not isinstance(inner, Mapping):
+        raise ConfigError(place, inner, 'must be a dict such as {"name": ..., "arguments": "{}"}')
+    require_known_fields(place, inner, _OF_FUNCTION if kind == "function" else _OF_CUSTOM)
+    if not isinstance(inner.get("name"), str):
+        raise ConfigError(f"{place}.name", inner.get("name"), "must be a str, the tool's name")
+    if kind == "function":
+        require_arguments(f"{place}.arguments", inner.get("arguments"))
+    elif not isinstance(inner.get("input"), str):
+        raise ConfigError(f"{place}.input", inner.get("input"), "must be a str")
+
+
+def require_arguments(path: str, given: object) -> None:
+    """Raise ConfigError, naming the path, for arguments of a call that are no JSON object."""
+    if given is None or isinstance(given, Mapping):
+        return
+    reason = ""
+    if isinstance(given, str):
+        try:
+            if not given.strip() or isinstance(json.loads(given), dict):
+                return
+        except (ValueError, RecursionError) as error:
+            reason = f": {error}"
+    raise ConfigError(path, given, f"must be a JSON object, as text or as a dict{reason}")
+
+
+def require_variables(given: Mapping[str, Any], template: str, others: Collection[str]) -> None:
+    """Raise UnknownOptionError for a variable that the template does not read.
+
+    others: names of other options of the rendering.
+    """
+    known = template_reads(template).variables
+    for name, value in given.items():
+        if name not in known and name not in others and value is not None:
+            near = nearest_names(name, known) if isinstance(name, str) else []
+            own = sorted(known - {"messages", "tools", "bos_token", "eos_token", *others})
+            listed = f"it reads {', '.join(own)}" if own else "it reads none"
+            meant = f"did you mean {' or '.join(near)}?" if near else listed
+            fix = f"this model's chat template does not read it, leave it out; {meant}"
+            raise UnknownOptionError(f"chat_template_kwargs.{name}", value, fix)
