@@ -111,7 +111,7 @@ def test_conditions_on_listed_items_need_no_patterns() -> None:
             assert accepts(compiled, json.dumps(value)) == valid(WITH_CONTAINS, value), value
 
 
-PAIRS = ("ab", "cd", "ef", "gh")
+PAIRS = (("a", "b"), ("c", "d"), ("e", "f"), ("g", "h"))
 
 
 def test_patterns_that_count_beside_each_other_lead_to_no_empty_row() -> None:
