@@ -40,13 +40,13 @@ class StateRule(NamedTuple):
     single: the name of that for one token; None where it does not return the state, so that a
     forward needs two tokens at least. without: (call, dropped [B, T], the state before or None) to
     the call in which the dropped tokens do nothing. It returns (outputs, state). fitted: to a call
-    that does the same and computes less.
+    of the function that does the same and computes less.
     """
 
     name: str
     single: str | None
     without: Callable[[Call, Tensor, Tensor | None], Call]
-    fitted: Callable[[Call], Call] = lambda call: call
+    fitted: Callable[[Call], Call]
 
 
 def _delta_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
@@ -73,16 +73,27 @@ def _scan_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
     return (states, steps, *others), {**kwargs, **changed}
 
 
-def _scan_fitted(call: Call) -> Call:
-    """Few tokens are not filled up to a whole chunk."""
+def _fitted(call: Call, most: int, least: int) -> Call:
+    """With chunks of ``most`` tokens, or so many fewer that a few tokens are not filled up."""
     args, kwargs = call
-    wanted = max(1 << (args[0].shape[1] - 1).bit_length(), LEAST_CHUNK)
-    return args, {**kwargs, "chunk_size": min(kwargs["chunk_size"], wanted)}
+    wanted = 1 << (args[0].shape[1] - 1).bit_length()
+    return args, {**kwargs, "chunk_size": min(most, max(wanted, least))}
+
+
+def _delta_fitted(call: Call) -> Call:
+    return _fitted(call, call[1].get("chunk_size", 64), 1)
+
+
+def _scan_fitted(call: Call) -> Call:
+    return _fitted(call, call[1]["chunk_size"], LEAST_CHUNK)
 
 
 RULES = (
-    StateRule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _delta_without),
-    StateRule("chunk_kimi_delta_attention", None, _delta_without),
+    StateRule(
+        *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+        *(_delta_without, _delta_fitted),
+    ),
+    StateRule("chunk_kimi_delta_attention", None, _delta_without, _delta_fitted),
     StateRule("mamba2_chunk_scan", None, _scan_without, _scan_fitted),
 )
 
@@ -164,8 +175,10 @@ def _recordable(
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if _thread.calls is not None:
-            args, kwargs = rule.fitted((args, kwargs))
-            _thread.calls.append(RecordedCall(rule, again, (args, kwargs)))
+            fitted = rule.fitted((args, kwargs))
+            _thread.calls.append(RecordedCall(rule, again, fitted))
+            if function is again:
+                args, kwargs = fitted
         return function(*args, **kwargs)
 
     recorded._is_recordable = True  # type: ignore[attr-defined]
