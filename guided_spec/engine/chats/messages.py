@@ -20,6 +20,7 @@ _OF_ROLE = {
 _OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
 _OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
 _OF_CUSTOM = frozenset({"name", "input"})
+THINKING = ("enable_thinking", "thinking")
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed", "cache_control"})
 _MESSAGE = 'must be a dict such as {"role": "user", "content": "..."}'
@@ -154,10 +155,13 @@ def require_arguments(path: str, given: object) -> None:
 def require_variables(given: Mapping[str, Any], template: str, others: Collection[str]) -> None:
     """Raise UnknownOptionError for a variable that the template does not read.
 
-    others: names of other options of the rendering.
+    others: names of other options of the rendering. Not to think is nothing to ask of a model that
+    does not: clients ask it of every model.
     """
     known = template_reads(template).variables
     for name, value in given.items():
+        if name in THINKING and value is False:
+            continue
         if name not in known and name not in others and value is not None:
             near = nearest_names(name, known) if isinstance(name, str) else []
             own = sorted(known - {"messages", "tools", "bos_token", "eos_token", *others})

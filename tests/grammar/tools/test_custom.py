@@ -169,7 +169,7 @@ def test_some_tools_are_allowed() -> None:
     ("choice", "reason"),
     [
         (allowed(), "allowed_tools.tools=\\[\\].*at least one"),
-        (allowed(named("x")), r"allowed_tools.tools\[0\]='x'.*is not one of the tools: a"),
+        (allowed(named("x")), r"tools\[0\].function.name='x': is not one of the tools: a"),
         (allowed(named("a"), mode="none"), "allowed_tools.mode='none'"),
         (allowed("a"), r"allowed_tools.tools\[0\]='a'"),
         (allowed({"type": "mcp"}), r"allowed_tools.tools\[0\]="),

@@ -256,7 +256,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0].type: 'web_search"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema: must be a JSON schema"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].function.name='a b'"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name='a b'"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice: must be of type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice='required': needs a tool"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format: must be"),

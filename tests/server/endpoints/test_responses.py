@@ -144,8 +144,12 @@ REFUSED = {"type": "function", "name": "x", "parameters": {"properties": {"k": S
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
             *("text.format", "positive spelling"),
         ),
-        ({"tools": [REFUSED], "tool_choice": "required"}, "tools", "/properties/k: not"),
-        ({"tools": [REFUSED]}, "tools", "/properties/k: not"),
+        (
+            {"tools": [REFUSED], "tool_choice": "required"},
+            "tools[0].parameters",
+            "/properties/k: not",
+        ),
+        ({"tools": [REFUSED]}, "tools[0].parameters", "/properties/k: not"),
         ({"tool_choice": "required"}, "tool_choice", "tool"),
         (
             {

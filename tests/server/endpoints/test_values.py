@@ -103,6 +103,10 @@ def test_the_nearest_name(served: Running, path: str, name: str, near: str) -> N
         ),
         (CHAT, {"prediction": {"type": "content", "content": "a", "x": 1}}, "prediction.x", "=1: "),
         (CHAT, {"chat_template_kwargs": {"foo": 1}}, "chat_template_kwargs.foo", "does not read"),
+        (
+            *(CHAT, {"chat_template_kwargs": {"enable_thinking": True}}),
+            *("chat_template_kwargs.enable_thinking", "does not read"),  # False is nothing to ask
+        ),
         (RESPONSES, {"include": ["fooo"]}, "include[0]", "include[0]='fooo': must be 'code_"),
         (RESPONSES, {"reasoning": {"summary": "autoo"}}, "reasoning.summary", "mean auto?"),
         (RESPONSES, {"input": [{"role": "usr", "content": "a"}]}, "input[0].role", "mean user?"),
