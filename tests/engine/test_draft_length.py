@@ -241,6 +241,14 @@ def test_where_prompts_are_read_each_token_has_its_price() -> None:
     assert reads[0] > 150
 
 
+def test_steps_that_read_tell_what_the_others_would_take() -> None:
+    """Only the first steps read none, so that no others show how quick steps without drafts are."""
+    world = World(0.7, forward=0.1, text=0.02, token=0.01)
+    one = DraftLengthPolicy(K, world.times)
+    run(one, world, 4, 256)
+    assert run(one, world, 400, 256, [2000]).drafted[0] > 350
+
+
 def test_without_times_steps_that_read_draft_what_others_do() -> None:
     assert (
         run(DraftLengthPolicy(K, UNKNOWN), GOOD, 500, 8, [100]).drafted[K] == 500

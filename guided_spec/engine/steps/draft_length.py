@@ -277,13 +277,12 @@ class DraftLengthPolicy:
     def _with_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
         """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
-        known = [one for one in self.lengths if self._rest_of(one, num_texts) is not None]
-        if not known:  # each step reads
+        if all(self._rest_of(one, num_texts) is None for one in self.lengths):  # each step reads
             return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
         own = self._reading[kept].of(num_texts, may_extrapolate=True)
         if not self._times or own is None:
             return kept
-        worth = num_texts / max(self._speed(length, num_texts) for length in known)
+        worth = min(self._most_seconds(one, num_texts) / tokens(one) for one in self.lengths)
 
         def seconds(length: int) -> float:
             """A lower bound where it was not measured, so that it is tried."""
@@ -314,6 +313,13 @@ class DraftLengthPolicy:
                 for other in self.lengths
                 if other != PLAIN
             )
+        return rest + self._forward(num_texts, length)
+
+    def _most_seconds(self, length: int, num_texts: int) -> float:
+        """Seconds of such a step; where only some that read were measured, it takes no longer."""
+        rest = self._reading[length].of(num_texts, may_extrapolate=True)
+        if rest is None or self._rest_of(length, num_texts) is not None:
+            return self._seconds(length, num_texts)
         return rest + self._forward(num_texts, length)
 
     def _rest_of(self, length: int, num_texts: int) -> float | None:
