@@ -253,7 +253,8 @@ class DraftLengthPolicy:
 
     def _refresh(self, state: _SizeState, num_texts: int) -> None:
         """Forget lengths that have not been used for long, so that they are tried again."""
-        if state.unseen < state.wait:
+        is_trial = state.num_drafted != state.kept  # what it measures is kept until it ends
+        if state.unseen < (LONGEST if is_trial else state.wait):
             return
         state.unseen, state.wait = 0, min(2 * state.wait, LONGEST)
         self._acceptance.forget(self._last.num_drafted)
