@@ -241,6 +241,30 @@ def test_where_prompts_are_read_each_token_has_its_price() -> None:
     assert reads[0] > 150
 
 
+def test_steps_that_read_tell_what_the_others_would_take() -> None:
+    """Only the first steps read none, so that no others show how quick steps without drafts are."""
+    world = World(0.7, forward=0.1, text=0.02, token=0.01)
+    one = DraftLengthPolicy(K, world.times)
+    run(one, world, 4, 256)
+    assert run(one, world, 400, 256, [2000]).drafted[0] > 350
+
+
+class ReadingWorld(World):
+    """What a host does for prompts takes long."""
+
+    def seconds(self, texts: int, drafted: int, read: int = 0) -> float:
+        more = 5.0 + 0.1 * texts * drafted if read else 0.0
+        return super().seconds(texts, drafted, read) + more
+
+
+def test_a_long_trial_keeps_its_measurements() -> None:
+    """Trials last for many steps where only one in thirty reads none."""
+    world = ReadingWorld(0.5, forward=0.001, token=0.01)
+    one, read = DraftLengthPolicy(K, world.times), [300] * 29 + [0]
+    assert world.tokens(K) / world.seconds(1, K) > 1.5 * world.tokens(0) / world.seconds(1, 0)
+    assert run(one, world, 1000, 1, read).drafted[0] < 200
+
+
 def test_without_times_steps_that_read_draft_what_others_do() -> None:
     assert (
         run(DraftLengthPolicy(K, UNKNOWN), GOOD, 500, 8, [100]).drafted[K] == 500

@@ -253,7 +253,8 @@ class DraftLengthPolicy:
 
     def _refresh(self, state: _SizeState, num_texts: int) -> None:
         """Forget lengths that have not been used for long, so that they are tried again."""
-        if state.unseen < state.wait:
+        is_trial = state.num_drafted != state.kept  # what it measures is kept until it ends
+        if state.unseen < (LONGEST if is_trial else state.wait):
             return
         state.unseen, state.wait = 0, min(2 * state.wait, LONGEST)
         self._acceptance.forget(self._last.num_drafted)
@@ -277,13 +278,12 @@ class DraftLengthPolicy:
     def _with_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
         """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
-        known = [one for one in self.lengths if self._rest_of(one, num_texts) is not None]
-        if not known:  # each step reads
+        if all(self._rest_of(one, num_texts) is None for one in self.lengths):  # each step reads
             return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
         own = self._reading[kept].of(num_texts, may_extrapolate=True)
         if not self._times or own is None:
             return kept
-        worth = num_texts / max(self._speed(length, num_texts) for length in known)
+        worth = min(self._most_seconds(one, num_texts) / tokens(one) for one in self.lengths)
 
         def seconds(length: int) -> float:
             """A lower bound where it was not measured, so that it is tried."""
@@ -314,6 +314,13 @@ class DraftLengthPolicy:
                 for other in self.lengths
                 if other != PLAIN
             )
+        return rest + self._forward(num_texts, length)
+
+    def _most_seconds(self, length: int, num_texts: int) -> float:
+        """Seconds of such a step; where only some that read were measured, it takes no longer."""
+        rest = self._reading[length].of(num_texts, may_extrapolate=True)
+        if rest is None or self._rest_of(length, num_texts) is not None:
+            return self._seconds(length, num_texts)
         return rest + self._forward(num_texts, length)
 
     def _rest_of(self, length: int, num_texts: int) -> float | None:
