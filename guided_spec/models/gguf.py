@@ -14,6 +14,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import (
     ADAPTER_CONFIG,
     check_folder,
+    check_hub,
     find_file,
     loading_failure,
     looks_local,
@@ -53,6 +54,7 @@ def find_gguf(
     and where a package is missing that reads them.
     """
     shown = f"{argument}={str(path)!r}"
+    check_hub(shown, path, revision)
     is_file = str(path).lower().endswith(SUFFIX)
     found = _named(path, shown) if is_file else _only(path, shown, revision)
     if found is None:
