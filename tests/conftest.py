@@ -41,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is not None and is_main:
         config.pluginmanager.register(DurationsWriter(path, config.invocation_params.args))
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True  # a folder's conftest may have imported it before
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     torch.set_num_threads(1 if is_worker else 2)

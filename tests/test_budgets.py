@@ -12,16 +12,16 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 820,  # 10 more: lines with one id
-    "cli": 2_030,  # 100 more: messages name options, the port comes first
-    "engine": 6_900,  # 445 more: what templates read of messages, arguments by their kind
+    "cli": 2_030,  # 80 more: messages name options, the port comes first
+    "engine": 6_940,  # 490 more: what templates read of messages, refusals, hints to caches
     "evaluate": 1_270,  # 10 more: requests that fail
-    "grammar": 22_370,  # 580 more: listed items, vast counts, classes of surrogates, strict tools
+    "grammar": 22_375,  # 590 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
-    "models": 11_435,  # 475 more: latent attention, experts in groups, MTP, states in slots
+    "models": 11_490,  # 515 more: latent attention, experts in groups, MTP, hubs that are down
     "ops": 8_260,  # 690 more: latent and chunked attention, experts in groups, and their kernels
     "proposers": 3_250,
-    "server": 4_945,  # 270 more: values and names in words, ports
+    "server": 5_020,  # 110 more: usual fields of clients, faults of inner fields
     "trace": 790,  # 30 more: axes with numbers
     "training": 6_460,  # 30 more: answers that are written together, forced tokens in numpy
     ".": 2_220,  # 110 more: the nearest known names, texts cut short
@@ -41,6 +41,7 @@ def test_every_folder_has_a_budget() -> None:
     assert {folder.name for folder in folders()} == {*BUDGETS} - {"."}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", BUDGETS)
 def test_no_folder_is_over_its_budget(name: str) -> None:
     found = (

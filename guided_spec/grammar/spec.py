@@ -127,7 +127,7 @@ class GrammarSpec:
         wanted: a pydantic model, dataclass, TypedDict, Enum, Literal, ``list[...]``, union or any
             other type that pydantic knows, for JSON of that type; a compiled regex without flags;
             strings in a list, tuple or set, for one of them;
-            a JSON schema as a dict; or a spec, which is returned as it is.
+            a JSON schema or OpenAI's ``response_format`` as a dict; or a spec, returned as it is.
 
         The values of finished texts are then instances of the type, see ``Completion.parsed``. A
         set is an array in which an item may stand twice where a grammar cannot forbid it. Raises
@@ -140,7 +140,9 @@ class GrammarSpec:
         if isinstance(wanted, re.Pattern):
             return cls.regex(regex_of(wanted))
         if isinstance(wanted, Mapping):
-            return cls.json_schema(wanted)
+            kind = wanted.get("type")  # OpenAI's, none of which is a type of JSON
+            form = _of_format(dict(wanted)) if isinstance(kind, str) and kind in _FIELDS else None
+            return form or cls.json_schema(wanted)
         if isinstance(wanted, list | tuple | set | frozenset):
             return cls._of_options(wanted)
         if isinstance(wanted, str):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
+from inspect import isroutine
 from typing import Any, get_origin
 
 from guided_spec.errors import ConfigError
@@ -44,6 +45,9 @@ def schema_of(value_type: Any) -> dict[str, Any]:
     """
     from pydantic import PydanticSchemaGenerationError, PydanticUserError
 
+    if isroutine(value_type) or isinstance(value_type, partial):  # pydantic would call it
+        fix = f"is a function, which goes into the tools of a chat; {_TAKES}"
+        raise ConfigError("grammar", value_type, fix)
     try:
         schema: dict[str, Any] = _adapter(value_type).json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:

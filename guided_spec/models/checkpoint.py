@@ -9,13 +9,18 @@ target's, their number in its config.json.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +28,10 @@ from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ConfigError, ModelError
 
+_LOG = logging.getLogger(__name__)
+
 ADAPTER_CONFIG = "adapter_config.json"
+HUB_SECONDS = 10.0  # for which an answer is waited
 LONGEST_REASON = 300
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 LAYOUTS = tuple(name for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
@@ -144,6 +152,7 @@ def _from_hub(source: str | Path, revision: str | None, name: str) -> Fetch:
     """name: what to name in errors."""
     if looks_local(source):
         raise _error(name, "expected a folder, found none", "pass a model folder or a hub id")
+    check_hub(name, source, revision)
 
     def fetch(file: str) -> Path | None:
         # Layouts are asked for that need not be there; what is wrong with the id, the revision or
@@ -385,6 +394,39 @@ def check_folder(argument: str, path: str | Path, *names: str) -> None:
         raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
         raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")
+
+
+def check_hub(shown: str, source: str | Path, revision: str | None) -> None:
+    """Refuse a model of a hub that does not answer, at once: others ask it for minutes.
+
+    shown: the argument and its value. What is in the cache is not asked for.
+    """
+    name, _, file = str(source).partition("/")
+    repo = f"{name}/{file.partition('/')[0]}" if file else name
+    if looks_local(source) or Path(source).exists() or constants.HF_HUB_OFFLINE:
+        return
+    kept = ("config.json", ADAPTER_CONFIG, *str(source).split("/", 2)[2:])
+    try:
+        if any(
+            isinstance(try_to_load_from_cache(repo, one, revision=revision), str) for one in kept
+        ):
+            return
+    except ValueError:  # no name of a repository, which is said where it is loaded
+        return
+    try:
+        _ask_hub(repo, revision)
+    except Exception as error:  # of the package that hubs are asked with, of which there are two
+        reason = f"{constants.ENDPOINT} does not answer: {error}"
+        fix = "pass a folder, or check the name and the connection"
+        raise ModelError(f"{shown}: there is no such folder, and {reason}; {fix}") from error
+
+
+@cache
+def _ask_hub(repo: str, revision: str | None) -> None:
+    """Raise what says that there is no answer: for a name that is not there the loading has it."""
+    _LOG.warning("asking %s for %s", constants.ENDPOINT, repo)
+    with suppress(HfHubHTTPError):
+        HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
 
 
 def loading_failure(argument: str, path: str | Path, error: Exception) -> str:

@@ -14,6 +14,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import (
     ADAPTER_CONFIG,
     check_folder,
+    check_hub,
     find_file,
     loading_failure,
     looks_local,
@@ -54,7 +55,7 @@ def find_gguf(
     """
     shown = f"{argument}={str(path)!r}"
     is_file = str(path).lower().endswith(SUFFIX)
-    found = _named(path, shown) if is_file else _only(path, shown, revision)
+    found = _named(path, shown, revision) if is_file else _only(path, shown, revision)
     if found is None:
         check_folder(argument, path, needed, ADAPTER_CONFIG)
         return None
@@ -78,7 +79,7 @@ def gguf_failure(path: str | Path, argument: str, error: Exception) -> ModelErro
     return ModelError(f"{argument}={str(path)!r} cannot be loaded: {str(error).rstrip('.')}; {fix}")
 
 
-def _named(path: str | Path, shown: str) -> GgufFile:
+def _named(path: str | Path, shown: str, revision: str | None) -> GgufFile:
     file = Path(path).expanduser()
     if file.is_file():
         return GgufFile(str(file.parent), file.name)
@@ -86,6 +87,7 @@ def _named(path: str | Path, shown: str) -> GgufFile:
     if looks_local(path) or len(parts) <= _HUB_PARTS:
         fix = "pass a file, or one of the hub as 'org/name/file.gguf'"
         raise ModelError(f"{shown}: there is no such file; {fix}")
+    check_hub(shown, path, revision)
     return GgufFile("/".join(parts[:_HUB_PARTS]), "/".join(parts[_HUB_PARTS:]))
 
 
@@ -98,6 +100,7 @@ def _only(path: str | Path, shown: str, revision: str | None) -> GgufFile | None
     elif looks_local(path):
         return None
     else:
+        check_hub(shown, path, revision)
         if any(find_file(path, name, revision) for name in ("config.json", ADAPTER_CONFIG)):
             return None
         names = list[str]()

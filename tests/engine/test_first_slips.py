@@ -9,6 +9,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,10 +145,14 @@ def test_strings_are_a_choice(llm: LLM) -> None:
     assert llm.generate("on", grammar=["yes", "no"])[0].text in ("yes", "no")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: SamplingParams(grammar=5), r"^grammar=5: is not a grammar: pass a GrammarSpec"),
+        (lambda: SamplingParams(grammar=len), r"^grammar=<built-in .*: is a function, which goes"),
+        (lambda: SamplingParams(grammar=lambda text: text), r"is a function, which goes into"),
+        (lambda: SamplingParams(grammar=partial(print, 1)), r"is a function, which goes into"),
         (lambda: SamplingParams(grammar=["a", 3]), r"^grammar=.*a list means one of its strings"),
         (lambda: SamplingParams(grammar=[]), r"^grammar=\[\]: a list means one of its strings"),
         (lambda: SamplingParams(stop=5), r"^stop=5: must be a str, or a list of them$"),  # type: ignore[arg-type]
@@ -178,6 +183,15 @@ def test_a_type_that_is_none_is_named(llm: LLM) -> None:
         llm.generate("on", grammar=wrong)
     with pytest.raises(GuidedSpecError, match="at '/type': 'text' is no type: the types are array"):
         llm.generate("on", grammar={"type": "text"})
+
+
+def test_a_response_format_is_a_grammar() -> None:
+    schema = {"type": "boolean"}
+    nested = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert GrammarSpec.of(nested) == GrammarSpec.json_schema(schema)
+    assert GrammarSpec.of({"type": "json_object"}) == GrammarSpec.json_object()
+    with pytest.raises(ConfigError, match=r"json_schema\.schem={}: is not known here"):
+        GrammarSpec.of({"type": "json_schema", "json_schema": {"schem": {}}})
 
 
 @pytest.mark.parametrize(

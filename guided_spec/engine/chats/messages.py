@@ -11,10 +11,10 @@ from guided_spec.errors import ConfigError, UnknownOptionError
 from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OF_ALL = frozenset({"role", "content", "name"})
+_OF_ALL = frozenset({"role", "content", "name", "cache_control"})
 _OF_ROLE = {
     # The last two are how clients send back what they were sent: it stands in the content too.
-    "assistant": _OF_ALL | {"tool_calls", "reasoning_content", "annotations", "parsed"},
+    "assistant": _OF_ALL | {"tool_calls", "reasoning_content", "refusal", "annotations", "parsed"},
     "tool": _OF_ALL | {"tool_call_id"},
 }
 _OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
@@ -22,7 +22,8 @@ _OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
 _OF_CUSTOM = frozenset({"name", "input"})
 THINKING = ("enable_thinking", "thinking")
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
-_OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed", "cache_control"})
+_OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
+_OF_CACHES = frozenset({"cache_control", "prompt_cache_breakpoint"})  # they change nothing
 _MESSAGE = 'must be a dict such as {"role": "user", "content": "..."}'
 
 
@@ -49,12 +50,17 @@ def _read_one(path: str, message: Any, reads: TemplateReads) -> dict[str, Any]:
     known = _OF_ROLE.get(role, _OF_ALL) if isinstance(role, str) else _OF_ALL
     require_known_fields(path, message, known | read)
     require_role(f"{path}.role", role, reads.roles)
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "refusal"):
         if name in known | read:
             require_kind(f"{path}.{name}", message.get(name), str | None)
     _require_calls(f"{path}.tool_calls", message.get("tool_calls"), reads)
-    content = message.get("content")
-    if content is None and role != "assistant" and not message.keys() - {"role", "content", "name"}:
+    require_kind(f"{path}.cache_control", message.get("cache_control"), dict | None)
+    content, refusal = message.get("content"), message.get("refusal")
+    if refusal:  # what an assistant says instead
+        if content not in (None, "", [], refusal):
+            raise ConfigError(f"{path}.refusal", refusal, "content is there too: send one of them")
+        content = refusal
+    if content is None and role != "assistant" and not message.keys() - _OF_ALL:
         raise ConfigError(f"{path}.content", content, "must be text")
     if isinstance(content, list | tuple) and reads.takes_parts:
         content = [
@@ -93,14 +99,18 @@ def _part_text(path: str, part: Any) -> str:
     if not isinstance(part, Mapping):
         raise ConfigError(path, part, 'must be a dict such as {"type": "text", "text": "..."}')
     kind = part.get("type", "text")
-    if kind not in _PARTS:
+    if kind not in (*_PARTS, "refusal"):
         near = nearest_names(kind, _PARTS, cutoff=0.8)[:1] if isinstance(kind, str) else []
         meant = f": did you mean {near[0]}?" if near else ", in parts of the type text"
         raise ConfigError(f"{path}.type", kind, f"this model reads text{meant}")
-    require_known_fields(path, part, _OF_PART)
-    text = part.get("text")
+    name = "refusal" if kind == "refusal" else "text"
+    known = {"type", name} if kind == "refusal" else _OF_PART
+    require_known_fields(path, part, known | _OF_CACHES)
+    for hint in _OF_CACHES:
+        require_kind(f"{path}.{hint}", part.get(hint), dict | None)
+    text = part.get(name)
     if not isinstance(text, str):
-        raise ConfigError(f"{path}.text", text, "must be a str")
+        raise ConfigError(f"{path}.{name}", text, "must be a str")
     return text
 
 

@@ -152,6 +152,8 @@ def _named(path: str, choice: object, tools: Sequence[Tool]) -> Tool | None:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(choice, Mapping) or kind not in ("function", "custom"):
         return None
+    if choice.get(kind) is None and "name" in choice:  # as OpenAI's other interface writes it
+        choice = {"type": kind, kind: {**choice, "type": None}}
     require_known_fields(path, choice, ("type", kind))
     inner = choice.get(kind)
     if not isinstance(inner, Mapping):
@@ -205,7 +207,9 @@ def _tool_dict(place: str, tool: Any) -> dict[str, Any]:
     if is_custom(tool):
         return as_function(place, tool)
     if isinstance(tool, Mapping):
-        return dict(tool)
+        hint = tool.get("cache_control")  # to a cache, and nothing to tell the model
+        require_kind(f"{place}.cache_control", hint, dict | None)
+        return {name: value for name, value in tool.items() if name != "cache_control"}
     to_schema = getattr(tool, "model_json_schema", None)  # pydantic, not imported
     if callable(to_schema):
         schema: dict[str, Any] = to_schema()

@@ -11,8 +11,8 @@ from pydantic import Field
 from guided_spec.engine.chats.template import template_reads
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
-from guided_spec.server.endpoints.bodies import ChatBody, Objects, Stops, Strict
-from guided_spec.server.endpoints.values import chat_of
+from guided_spec.server.endpoints.bodies import ChatBody, Number, Objects, Stops, Strict, Whole
+from guided_spec.server.endpoints.values import USUAL_OF_TOOL, chat_of, require_usual
 from guided_spec.server.faults import ApiError, invalid_value
 
 CALL = "toolu_"  # before the id that the chat template knows
@@ -21,7 +21,8 @@ _OF_TEXT = ("type", "text", _CACHE, "citations")
 _OF_RESULT = ("type", "tool_use_id", "content", "is_error", _CACHE)
 _OF_USE = ("type", "id", "name", "input", _CACHE, "caller")
 _OF_THOUGHT = ("type", "thinking", "signature")
-_OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE)
+_OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE, *USUAL_OF_TOOL)
+_EAGER = "eager_input_streaming"  # as all arguments are streamed here
 
 
 class CacheControl(Strict):
@@ -60,12 +61,12 @@ class CountBody(Strict):
 class MessagesBody(CountBody):
     """The body of ``POST /v1/messages``. The last two change nothing."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Whole = Field(ge=1)
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
 
     # Ours, as in other bodies.
     on_short: Literal["error", "return"] | None = None
@@ -111,7 +112,7 @@ def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
         "model": body.model,
         "messages": messages,
         "tools": None if body.tools is None else [_tool(i, t) for i, t in enumerate(body.tools)],
-        "tool_choice": _choice(choice),
+        "tool_choice": _choice(choice, body.tools),
         "parallel_tool_calls": is_parallel,
         "response_format": _response_format(output.get("format")),
         "reasoning_effort": _effort(output.get("effort"), template),
@@ -154,28 +155,30 @@ def _thinking(wanted: Mapping[str, Any] | None, template: str) -> dict[str, Any]
     return {"enable_thinking": kind == "enabled"} if is_told else None
 
 
-def _choice(choice: Mapping[str, Any]) -> Any:
+def _choice(choice: Mapping[str, Any], tools: Any) -> Any:
     require_known_fields("tool_choice", choice, ("type", "name"))
     match choice:
         case {"type": "auto" | "none" as kind}:
             return kind
-        case {"type": "any"}:
+        case {"type": "any"} if tools:
             return "required"
+        case {"type": "any" | "tool" as kind} if not tools:
+            raise ConfigError("tool_choice.type", kind, "needs a tool; pass tools")
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-    if choice:
-        near = nearest_names(str(choice.get("type")), ("auto", "any", "none", "tool"))[:1]
-        meant = f"; did you mean {near[0]}?" if near else ""
-        fix = f'must be of type auto, any or none, or tool with a "name"{meant}'
-        raise _fault("tool_choice", fix)
-    return None
+    if not choice:
+        return None
+    require_one_of("tool_choice.type", choice.get("type"), ("auto", "any", "none", "tool"))
+    raise ConfigError("tool_choice.name", choice.get("name"), "must be a str, the tool's name")
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     path = f"tools[{index}]"
     if tool.get("type") not in (None, "custom"):
         raise _fault(f"{path}.type", f"{tool['type']!r:.40}: only tools of the client run here")
-    require_known_fields(path, tool, _OF_TOOL)
+    require_known_fields(path, tool, (*_OF_TOOL, _EAGER))
+    require_kind(f"{path}.{_EAGER}", tool.get(_EAGER), bool | None)
+    require_usual(path, tool)
     _require_cache(path, tool)
     if not isinstance(tool.get("input_schema"), dict):
         raise _fault(f"{path}.input_schema", "must be a JSON schema")
@@ -187,10 +190,9 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """The messages of a chat that one of these is: results of tools are messages of their own."""
     require_known_fields(path, message, ("role", "content"))
     role, content = message.get("role"), message.get("content")
+    require_one_of(f"{path}.role", role, ("user", "assistant", "system"))
     if role == "system":
-        fix = "must be user or assistant; what the system says is in system"
-        raise ConfigError(f"{path}.role", role, fix)
-    require_one_of(f"{path}.role", role, ("user", "assistant"))
+        return [{"role": role, "content": _text(content, f"{path}.content")}]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -218,6 +220,7 @@ def _block(block: Any, path: str) -> str:
     require_known_fields(path, block, fields[kind])
     _require_cache(path, block)
     require_kind(f"{path}.is_error", block.get("is_error"), bool | None)
+    require_kind(f"{path}.caller", block.get("caller"), dict | None)
     require_kind(f"{path}.citations", block.get("citations"), dict | list | None)
     for name in ("text", "thinking", "tool_use_id", "id", "name"):
         if name in fields[kind] and not isinstance(block.get(name), str):
@@ -237,7 +240,8 @@ def _user(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
                 messages.append({"role": "user", "content": ""})
             messages[-1]["content"] += block["text"]
         elif kind == "tool_result":
-            text = _text(block.get("content") or "", f"{place}.content")
+            content = block.get("content")
+            text = _text("" if content is None else content, f"{place}.content")
             text = f"error: {text}" if block.get("is_error") else text
             call = block["tool_use_id"].removeprefix(CALL)
             messages.append({"role": "tool", "tool_call_id": call, "content": text})

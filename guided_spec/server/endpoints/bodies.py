@@ -33,16 +33,27 @@ def _require_few(most: int) -> BeforeValidator:
     return BeforeValidator(require)
 
 
+def _no_truth(given: Any) -> Any:
+    """Refuses true and false, also in a list, which pydantic takes for 1 and 0."""
+    if isinstance(given, bool) or (isinstance(given, list) and bool in set(map(type, given))):
+        raise PydanticKnownError("float_type")
+    return given
+
+
+Whole = Annotated[int, BeforeValidator(_no_truth)]
+Number = Annotated[float, BeforeValidator(_no_truth)]
 # The first item that is wrong ends the reading of a list: errors cost more than items. Each of the
 # short ones costs every step of the engine something, and so every other client.
 _First = Field(fail_fast=True)
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LETTERS)]
 Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-_StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
+_StopTokens = Annotated[
+    list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), BeforeValidator(_no_truth)
+]
 _BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD)]
 _BadWords = Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 _AllTexts = Annotated[list[str], _First]
-_AllTokens = Annotated[list[int], _First]
+_AllTokens = Annotated[list[int], _First, BeforeValidator(_no_truth)]
 Objects = Annotated[list[dict[str, Any]], _First]
 Metadata = Annotated[dict[str, str], _require_few(64)]
 
@@ -90,17 +101,18 @@ class _Body(Strict):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
 
     # Ours: "error" refuses a text that was ended early to fit.
     on_short: Literal["error", "return"] | None = None
 
     user: str | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
 
@@ -114,19 +126,19 @@ class SamplingBody(_Body):
     """What chats and completions have in common. ``metadata`` changes nothing."""
 
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], _require_few(1024)] | None = None
-    seed: int | None = None
+    n: Whole | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=1)
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: Annotated[dict[int, Number], _require_few(1024)] | None = None
+    seed: Whole | None = None
     stop: _Stop | Stops | None = None
 
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     stop_token_ids: _StopTokens | None = None
     allowed_token_ids: _AllTokens | None = None
@@ -155,6 +167,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class Prediction(Strict):
@@ -176,9 +190,9 @@ class ChatBody(SamplingBody):
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], _First] | None = None
@@ -195,8 +209,8 @@ class CompletionBody(SamplingBody):
     }
     prompt: str | _AllTexts | _AllTokens | Annotated[list[_AllTokens], _First]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = None
+    logprobs: Whole | None = Field(None, ge=0, le=20)
+    best_of: Whole | None = None
 
 
 class TokenizeBody(Strict):
@@ -213,11 +227,14 @@ class TokenizeBody(Strict):
 class ReasoningOptions(Strict):
     """OpenAI's ``reasoning``. effort: what the chat template gets as ``reasoning_effort``.
 
-    There is no summary here: the reasoning itself is shown.
+    There is no summary here: the reasoning itself is shown. What follows asks for the usual.
     """
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    mode: Literal["standard"] | None = None
+    context: Literal["auto"] | None = None
 
 
 _Included = Literal[
@@ -246,7 +263,7 @@ class ResponsesBody(_Body):
     }
     input: str | Objects
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Whole | None = Field(None, ge=1)
     text: dict[str, Any] | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from guided_spec.engine.chats.messages import plain_text, require_arguments, require_role
+from guided_spec.engine.chats.messages import plain_text, require_arguments
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import require_known_fields, require_one_of
+from guided_spec.kinds import require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
-from guided_spec.server.endpoints.values import chat_of
+from guided_spec.server.endpoints.values import USUAL_OF_TOOL, chat_of, require_usual
 from guided_spec.server.faults import ApiError, invalid_value
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -54,13 +54,14 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> C
 
 _ITEM = frozenset({"type", "id", "status"})
 _OF_ITEM = {
-    "message": _ITEM | {"role", "content"},
+    "message": _ITEM | {"role", "content", "phase"},
     "reasoning": _ITEM | {"content", "summary"},
-    "function_call": _ITEM | {"call_id", "name", "arguments", "parsed_arguments"},
-    "function_call_output": _ITEM | {"call_id", "output"},
-    "custom_tool_call": _ITEM | {"call_id", "name", "input"},
-    "custom_tool_call_output": _ITEM | {"call_id", "output"},
+    "function_call": _ITEM | {"call_id", "name", "arguments", "parsed_arguments", "caller"},
+    "function_call_output": _ITEM | {"call_id", "output", "name", "caller"},
+    "custom_tool_call": _ITEM | {"call_id", "name", "input", "caller"},
+    "custom_tool_call_output": _ITEM | {"call_id", "output", "caller"},
 }
+_ROLES = ("system", "developer", "user", "assistant")
 _OF_TOOL = ("name", "description", "parameters", "strict")
 _OF_CUSTOM = ("name", "description", "format")
 _VERBOSITIES = ("low", "medium", "high")
@@ -71,6 +72,7 @@ def _kind_of(item: Mapping[str, Any], where: str) -> Any:
     kind = item.get("type", "message")
     if isinstance(kind, str) and kind in _OF_ITEM:
         require_known_fields(where, item, _OF_ITEM[kind])
+    require_usual(where, item)
     if kind == "reasoning" and item.get("summary"):
         raise _fault(f"{where}.summary", "is not read here; send content instead")
     return kind
@@ -89,9 +91,7 @@ def _messages(
         where = f"input[{index}]"
         match _kind_of(item, where):
             case "message":
-                require_role(f"{where}.role", item.get("role"))
-                text = plain_text(item.get("content"), f"{where}.content")
-                messages.append({"role": item.get("role"), "content": text})
+                messages.append(_said(item, where))
             case "reasoning":
                 reasoning = plain_text(item.get("content"), f"{where}.content")
                 continue
@@ -101,7 +101,7 @@ def _messages(
                 _add_call(messages, item, where, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
                 known = {"role": "tool", "tool_call_id": _call_id(where, item.get("call_id"))}
-                text = plain_text(item.get("output"), f"{where}.output")
+                text = _given_text(item.get("output"), where, "output")
                 messages.append({**known, "content": text})
             case other:
                 require_one_of(f"{where}.type", other, _OF_ITEM)
@@ -111,6 +111,22 @@ def _messages(
     if not messages:
         raise ConfigError("input", own, "must hold at least one item")
     return messages
+
+
+def _said(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role, content = item.get("role"), item.get("content")
+    if role == "tool":
+        raise ConfigError(f"{where}.role", role, "send a function_call_output item")
+    require_one_of(f"{where}.role", role, _ROLES)
+    if role == "assistant" and content is None:
+        content = ""
+    return {"role": role, "content": _given_text(content, where, "content")}
+
+
+def _given_text(given: Any, where: str, name: str) -> str:
+    if given is None:
+        raise ConfigError(f"{where}.{name}", given, "must be text, an empty one if there is none")
+    return plain_text(given, f"{where}.{name}")
 
 
 def _add_call(
@@ -141,11 +157,16 @@ def _call_id(where: str, value: object) -> str:
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     path, kind = f"tools[{index}]", tool.get("type")
     if kind == "function":
-        require_known_fields(path, tool, ("type", *_OF_TOOL))
+        if "function" in tool and "name" not in tool:
+            fix = 'is for chats: write {"type": "function", "name": ..., "parameters": {...}}'
+            raise ConfigError(f"{path}.function", tool["function"], fix)
+        require_known_fields(path, tool, ("type", *_OF_TOOL, *USUAL_OF_TOOL))
+        require_usual(path, tool)
         return {"type": kind, kind: {name: tool[name] for name in _OF_TOOL if name in tool}}
     if kind != "custom":
         raise _fault(f"{path}.type", f"{kind!r:.40}: only function and custom tools run here")
-    require_known_fields(path, tool, ("type", *_OF_CUSTOM))
+    require_known_fields(path, tool, ("type", *_OF_CUSTOM, *USUAL_OF_TOOL))
+    require_usual(path, tool)
     custom = {name: tool[name] for name in _OF_CUSTOM if name in tool}
     form = custom.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
@@ -158,8 +179,9 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: Any, path: str = "tool_choice") -> Any:
     """A choice in the form of chats; the names of fields are looked at."""
     match choice:
-        case {"type": "function" | "custom" as kind}:
+        case {"type": "function" | "custom" as kind} if choice.get(kind) is None:
             require_known_fields(path, choice, ("type", "name"))
+            require_kind(f"{path}.name", choice.get("name"), str)
             return {"type": kind, kind: {"name": choice.get("name")}}
         case {"type": "allowed_tools"}:
             require_known_fields(path, choice, ("type", "mode", "tools"))
@@ -186,7 +208,8 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(wanted, dict):
         raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
-    if wanted.get("type") == "json_schema" and wanted.get("schema") is None:
+    nested = wanted.get("json_schema")  # as chats have it
+    if wanted.get("type") == "json_schema" and wanted.get("schema") is None and nested is None:
         raise _fault("text.format.schema", "must be a JSON schema")
     return dict(wanted)
 

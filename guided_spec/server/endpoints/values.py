@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from reprlib import Repr
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from guided_spec.errors import ConfigError
 from guided_spec.kinds import described, nearest_names
 from guided_spec.server.endpoints.bodies import ChatBody, Strict
 from guided_spec.server.faults import ApiError, invalid_value
@@ -24,13 +26,16 @@ _REASONS = {
     "string_too_long": "must have at most {max_length} characters",
     "finite_number": "must be a finite number",
 }
+USUAL_OF_TOOL = {"defer_loading": False, "allowed_callers": ["direct"]}
+_USUAL = {**USUAL_OF_TOOL, "caller": {"type": "direct"}}  # what is done here in any case
 _KINDS = {"int": int, "float": float, "bool": bool, "string": str, "list": list}
 
 
 def body_fault(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """The first thing that is wrong with a body. kind: what it should have been."""
     faults: Sequence[Any] = error.errors(include_url=False)
-    same = [one for one in faults if one["loc"][:1] == faults[0]["loc"][:1]]
+    field, depth = _field_at(kind, faults[0]["loc"])
+    same = [one for one in faults if one["loc"][:depth] == faults[0]["loc"][:depth]]
     # Of several kinds the one that fits but for a bound.
     first = next((one for one in same if one["type"] in _REASONS), faults[0])
     at = first["loc"]
@@ -38,12 +43,11 @@ def body_fault(error: ValidationError, kind: type[BaseModel]) -> ApiError:
         return invalid_value(f"the body={_SHOWN.repr(first['input'])}: must be an object", None)
     if first["type"] == "extra_forbidden":
         return _unknown(kind, at, first["input"])
-    field = kind.model_fields.get(_field_name(kind, at[0]))
     reason = _reason(first)
     if at[-1] == "[key]":
         at, reason = at[:-2], f"the key {_SHOWN.repr(first['input'])} {reason}"
-    elif len(at) == 1 or len(same) > 1:
-        at = at[:1]
+    elif len(at) == depth or len(same) > 1:
+        at = at[:depth]
         if field and first["type"] not in (*_REASONS, "literal_error"):
             reason = f"must be {described(_plain(field.annotation))}"
     path = shown_path(at)
@@ -58,6 +62,13 @@ def chat_of(fields: Mapping[str, Any]) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise body_fault(error, ChatBody) from None
+
+
+def require_usual(path: str, holder: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field of a tool or call that asks for what is not done here."""
+    for name, usual in _USUAL.items():
+        if holder.get(name, usual) not in (usual, None):
+            raise ConfigError(f"{path}.{name}", holder[name], f"must be {usual} here, or left out")
 
 
 def shown_path(parts: Sequence[str | int]) -> str:
@@ -95,6 +106,26 @@ def _unknown(kind: type[BaseModel], at: Sequence[str | int], value: Any) -> ApiE
     )
     message = f"{path}={_SHOWN.repr(value)}: is not known here, leave it out; {listed}"
     return ApiError(400, message, code="unknown_parameter", param=path)
+
+
+class _Field(NamedTuple):
+    """The innermost field that a fault is in, and how many parts of its place name it."""
+
+    info: FieldInfo | None
+    depth: int
+
+
+def _field_at(kind: type[BaseModel], at: Sequence[str | int]) -> _Field:
+    found = _Field(None, 1)
+    for depth, part in enumerate(at, 1):
+        info = kind.model_fields.get(_field_name(kind, part))
+        if info is None:
+            break
+        found, inner = _Field(info, depth), _models(info.annotation)
+        if not inner:
+            break
+        kind = inner[0]
+    return found
 
 
 def _field_name(kind: type[BaseModel], shown: str | int) -> str:

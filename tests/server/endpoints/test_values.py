@@ -93,7 +93,7 @@ def test_the_nearest_name(served: Running, path: str, name: str, near: str) -> N
         (CHAT, {"messages": [1]}, "messages[0]", "messages[0]=1: must be an object"),
         (CHAT, {"user": {"a": 1}}, "user", "must be a str"),
         (CHAT, {"store": "maybe"}, "store", "='maybe': must be True or False"),
-        (CHAT, {"service_tier": "fast"}, "service_tier", "must be 'auto', 'default'"),
+        (CHAT, {"service_tier": "quick"}, "service_tier", "must be 'auto', 'default'"),
         (CHAT, {"metadata": {"a": 1}}, "metadata.a", "=1: must be a str"),
         (
             CHAT,
