@@ -47,7 +47,7 @@ def test_choice_drops_repeats_and_keeps_the_order() -> None:
         ({"type": "json_object"}, GrammarSpec.json_object()),
         (
             {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
-            GrammarSpec.json_schema(SCHEMA),
+            GrammarSpec.json_schema(SCHEMA, strict=True),
         ),
         (
             {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
