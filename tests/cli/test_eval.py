@@ -96,7 +96,7 @@ def test_beside_the_untrained_head() -> None:
     ("arguments", "message"),
     [
         (("--output", "absent/report.json"), "is in no folder that exists"),
-        (("--proposers", "ngram,nobody"), "proposer='nobody': must be one of auto"),
+        (("--proposers", "ngram,nobody"), "--proposers='nobody': must be one of auto"),
     ],
 )
 def test_what_could_not_be_finished_is_not_begun(

@@ -52,7 +52,7 @@ def test_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         (("-o", "trace.pdf"), "must end in .html or .json"),
         (("-o", "absent/trace.html"), "is in no folder that exists"),
-        (("--max-tokens", "0"), "max_tokens=0"),
+        (("--max-tokens", "0"), "--max-tokens=0"),
         (("--proposer", "none", "--max-tokens", "1"), "BudgetTooSmallError"),
         (("--proposer", "none", "--compare", "nobody"), "UnknownProposerError"),
     ],

@@ -65,11 +65,11 @@ def test_help_of_an_algorithm_shows_its_own_options(spelling: tuple[str, ...]) -
         ((*COMMON, "--batch_tokens", "3"), 2, "No such option: --batch_tokens"),
         ((*COMMON, "--epochs", "many"), 2, "Invalid value for '--epochs'"),
         ((*COMMON, "--grammar-masks", "some"), 2, "Invalid value for '--grammar-masks'"),
-        ((*COMMON, "--epochs", "0"), 1, "ConfigError: epochs=0: must be at least 1"),
-        ((*COMMON, "--heldout-share", "1"), 1, "heldout_share=1.0: must be at least 0, below 1"),
-        ((*COMMON, "--learning-rate", "nan"), 1, "learning_rate=nan: must be above 0"),
+        ((*COMMON, "--epochs", "0"), 1, "ConfigError: --epochs=0: must be at least 1"),
+        ((*COMMON, "--heldout-share", "1"), 1, "--heldout-share=1.0: must be at least 0, below 1"),
+        ((*COMMON, "--learning-rate", "nan"), 1, "--learning-rate=nan: must be above 0"),
         (("--algorithm", "none"), 1, "algorithm='none': must be one of dflash, draft_model,"),
-        (COMMON, 1, "ConfigError: data='absent.jsonl': cannot be read: there is no such file"),
+        (COMMON, 1, "ConfigError: --data='absent.jsonl': cannot be read: there is no such file"),
     ],
 )
 def test_bad_options_give_messages(arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -83,7 +83,7 @@ def test_code_of_the_repository_runs_where_it_is_trusted(target: Path, tmp_path:
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
     (target / "config.json").write_text(json.dumps(config))
     (target / "own.py").write_text(OWN_CODE)
-    with pytest.raises(ModelError, match="custom code which must be executed"):
+    with pytest.raises(ModelError, match="code of its own; pass trust_remote_code=True"):
         run(target, tmp_path / "refused")
     assert_same(run(target, tmp_path / "own", trust_remote_code=True), whole)
 

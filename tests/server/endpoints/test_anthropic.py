@@ -243,8 +243,8 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ({"messages": []}, "messages=[]: must"),
         (
-            {"messages": [{"role": "system", "content": "x"}]},
-            "messages[0].role='system': must be user",
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role='tool': must be",
         ),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: must be a str"),
         (user({"type": "image", "source": {}}), "messages[0].content[0]: this model reads text"),
@@ -257,8 +257,11 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0].type: 'web_search"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema: must be a JSON schema"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name='a b'"),
-        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice: must be of type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice='required': needs a tool"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "some"}},
+            "tool_choice.type='some': must be one of",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type='any': needs a tool"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format: must be"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         (

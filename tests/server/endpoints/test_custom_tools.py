@@ -143,14 +143,14 @@ RULE = {"type": "grammar", "syntax": "lark", "definition": "start: missing"}
         ),
         (
             {"tools": [{"type": "custom", "name": "x", "format": RULE}]},
-            "tools",
+            "tools[0].format.definition",
             "the tool 'x': the lark grammar",
         ),
         ({"tools": [FLAT, {"type": "mcp"}]}, "tools[1].type", "only function and custom"),
         (
             {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
             "tool_choice.mode",
-            "must be auto or required",
+            "must be one of auto, required",
         ),
         (
             {
@@ -161,12 +161,12 @@ RULE = {"type": "grammar", "syntax": "lark", "definition": "start: missing"}
                     "tools": [{"type": "function", "name": "x"}],
                 },
             },
-            "tool_choice.tools[0]",
+            "tool_choice.tools[0].name",
             "is not one of the tools: book",
         ),
         (
             {"tools": [FLAT], "tool_choice": {"type": "custom", "name": "x"}},
-            "tool_choice",
+            "tool_choice.name",
             "is not one of the tools: book",
         ),
         ({"input": [{"type": "custom_tool_call", "name": "x"}]}, "input[0]", "name and input"),
