@@ -88,7 +88,7 @@ def _run(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
         llm = load.load(proposer=proposer)
         from guided_spec.engine.rows.progress import ProgressBar
 
-        stderr().print(repr(llm), style="dim", markup=False)
+        stderr().print(repr(llm), style="dim")
     done = batch.summary.before
     with llm, ProgressBar(batch.summary.total, is_shown=None, unit="line", num_done=done) as bar:
         batch.run(llm, bar)
@@ -137,4 +137,4 @@ def _report(summary: Summary, *, as_json: bool) -> None:
         words += f", {summary.tokens_per_second:.0f} a second"
     if summary.acceptance:
         words += f", {summary.acceptance:.0%} of drafts accepted"
-    stderr().print(words, markup=False)
+    stderr().print(words)

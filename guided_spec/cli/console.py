@@ -31,13 +31,13 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def stdout() -> Console:
     """The console for results; text is neither wrapped nor coloured by its content."""
     width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(highlight=False, soft_wrap=True, markup=False, width=width)
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, width=width)
 
 
 def stderr() -> Console:
     """The console for reports, progress and errors."""
     width = None if sys.stderr.isatty() else FILE_WIDTH
-    return Console(stderr=True, highlight=False, width=width)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_table(table: Table) -> None:
@@ -111,7 +111,7 @@ def _print_error(error: Exception, message: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"error": {"type": name, "message": message}})
     else:
-        stderr().print(f"{name}: {message}", style="red", markup=False)
+        stderr().print(f"{name}: {message}", style="red")
 
 
 def _logger() -> logging.Logger:

@@ -94,7 +94,7 @@ def generate(
     with working("loading the model") as status:
         llm = load.load(proposer=proposer)
         if not as_json:
-            stderr().print(repr(llm), style="dim", markup=False)
+            stderr().print(repr(llm), style="dim")
         writer = _Writer(status, is_silent=as_json)
         runs = [_generate(llm, prompt, params, writer)]
         if compare:

@@ -171,7 +171,7 @@ def _serve(
             llm = EngineProcess(**load.arguments(**others))
         listen(sockets)  # who reads the address may connect at once
         for line in start_lines(repr(llm), settings, host, sockets[0].getsockname()[1]):
-            stderr().print(line, markup=False)
+            stderr().print(line)
         with llm, frozen_heap():
             run_server(llm, settings, host, port, until=llm.ended, sockets=sockets)
             if llm.ended.done():
