@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_375,  # 590 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_760,  # 10 more: tokens that a device drew freely
-    "models": 11_495,  # 515 more: latent attention, experts in groups, MTP, hubs that are down
+    "models": 11_510,  # 530 more: latent attention, experts in groups, MTP, hubs that are down
     "ops": 8_260,  # 690 more: latent and chunked attention, experts in groups, and their kernels
     "proposers": 3_250,
     "server": 5_020,  # 110 more: usual fields of clients, faults of inner fields

@@ -71,8 +71,8 @@ class _Fed(NamedTuple):
 class TextLM(WithoutBlocks):
     """A ``CausalLM`` that calls the model for each text of a forward.
 
-    reason: why its texts are not in one forward. Raises ModelError where it would write other texts
-    than by itself.
+    reason: why its texts are not in one forward. feeding: found by a trial. Raises ModelError where
+    it would write other texts than by itself.
     """
 
     is_packed = False
@@ -88,7 +88,7 @@ class TextLM(WithoutBlocks):
         self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._texts = [KeptText()] * num_slots
         self._fed: list[_Fed] = []
-        self._feeding: Feeding = "together"
+        self.feeding: Feeding = "together"
         token, state = _Trial(self).run()
         # Until the commit there are two caches of a text: before the forward, and behind it.
         self.kv_bytes_per_token, self.state_bytes_per_slot = 2 * token, 2 * state
@@ -96,7 +96,7 @@ class TextLM(WithoutBlocks):
     @property
     def runs_as(self) -> str:
         """What computes, in words."""
-        end = " and without a cache" if self._feeding == "whole texts" else ""
+        end = " and without a cache" if self.feeding == "whole texts" else ""
         return f"stock modules, one text at a time{end}"
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class TextLM(WithoutBlocks):
 
     def _caught_up(self, text: KeptText) -> KeptText:
         """The text, with its unread tokens read if they are many."""
-        if len(text.unread) <= MOST_UNREAD or self._feeding == "whole texts":
+        if len(text.unread) <= MOST_UNREAD or self.feeding == "whole texts":
             return text
         past = self._run(_copied(text.past), list(text.unread), 1, ()).past
         return KeptText(past, (), text.length)
@@ -176,7 +176,7 @@ class TextLM(WithoutBlocks):
         self, past: Any, token_ids: list[int], num_scored: int, layers: tuple[int, ...]
     ) -> _Found:
         """Feed tokens after ``past``, which is changed, to one text."""
-        if past is None or self._feeding != "one by one" or len(token_ids) == 1:
+        if past is None or self.feeding != "one by one" or len(token_ids) == 1:
             return self._call_once(past, token_ids, num_scored, layers)
         found = []
         for token in token_ids:
@@ -192,7 +192,7 @@ class TextLM(WithoutBlocks):
         if self._takes_count:
             options["logits_to_keep"] = num_scored
         ids = torch.tensor([token_ids], device=self.device)
-        is_kept = self._feeding != "whole texts"
+        is_kept = self.feeding != "whole texts"
         with capture_hidden(find_decoder(self.model), layers) as captured:
             output = self._call(input_ids=ids, use_cache=is_kept, **options)
         after = cache_of(output) if is_kept else None
@@ -268,9 +268,11 @@ class _Trial:
     def _read_pieces(self, own: Tensor) -> tuple[int, int]:
         feedings: tuple[Feeding, ...] = ("together", "one by one", "whole texts")
         for feeding in feedings:
-            self._lm._feeding = feeding
+            self._lm.feeding = feeding
             try:
-                require_close(self._lm.model, self._scores(), own, "with more tokens behind")
+                # By place: how tokens are fed makes the same of them wrong in each text.
+                places = self._scores().unbind(1), own.unbind(1)
+                require_close(self._lm.model, *places, "with more tokens behind")
                 if feeding == "whole texts":
                     self._require_steady()
             except Exception:  # of every class, see ``errors_naming``
@@ -292,7 +294,7 @@ class _Trial:
         ).tolist()
         half = -(-length // 2)
         whole, part = (self._lm._run(None, ids[:n], n, ()).logits[:half] for n in (length, half))
-        require_close(self._lm.model, part, whole, "of a longer text")
+        require_close(self._lm.model, [part], [whole], "of a longer text")
 
     def _scores(self) -> Tensor:
         """[2, N, V]."""
