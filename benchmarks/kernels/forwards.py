@@ -63,6 +63,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # One dense layer of three, so that few layers have most of them experts; take 4.
     "deepseek-v3": ("DeepseekV3Config", {"first_k_dense_replace": 1}),
+    "granite-3.3-8b": (
+        "GraniteConfig",
+        {
+            **{"hidden_size": 4096, "intermediate_size": 12800, "num_attention_heads": 32},
+            **{"num_key_value_heads": 8, "vocab_size": 49159, "embedding_multiplier": 12.0},
+            **{"attention_multiplier": 0.0078125, "residual_multiplier": 0.22},
+            **{"logits_scaling": 16.0, "max_position_embeddings": 131072},
+        },
+    ),
+    "olmo-3-7b": ("Olmo3Config", {"vocab_size": 100278, "max_position_embeddings": 65536}),
+    "phi-4": (
+        "Phi3Config",
+        {
+            **{"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40},
+            **{"num_key_value_heads": 10, "vocab_size": 100352, "max_position_embeddings": 16384},
+        },
+    ),
+    "glm-4.5-air": ("Glm4MoeConfig", {"max_position_embeddings": 131072}),
+    "gemma-4": ("Gemma4TextConfig", {}),
+    "llama-4-scout": ("Llama4TextConfig", {}),
     # Their classes have the sizes of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
     "qwen3.5-9b": ("Qwen3_5TextConfig", {}),
     "qwen3.5-35b-a3b": ("Qwen3_5MoeTextConfig", {}),
@@ -78,7 +98,7 @@ FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
 }
 NAMES = (*MODELS, *FP8_MODELS)
 # Not timed unless asked for: 12 layers do not fit one device.
-LARGE = ("deepseek-v3", "deepseek-v3-fp8")
+LARGE = ("deepseek-v3", "deepseek-v3-fp8", "glm-4.5-air", "llama-4-scout")
 USUAL = ",".join(name for name in NAMES if name not in LARGE)
 EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
 
