@@ -10,7 +10,6 @@ import argparse
 import random
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM, make_causal_lm
+from guided_spec.models.heads.loading import METHODS
 from guided_spec.models.text_lm import TextLM
 from tests.models.families import ENCODER, NOT_BUILT, all_families, build_family
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -32,13 +32,19 @@ NUM_TOKENS = 24
 MAX_LENGTH = 80
 SEEDS = 4
 MARK = "<!-- below: what the command writes -->\n"
+GRAPHED = ("packed forwards", "stock modules over blocks")  # on a GPU
+DRAFTERS = {kind: method for method, (_, kinds) in METHODS.items() for kind in kinds}
 
 
 class Outcome(NamedTuple):
-    """EQUAL, ALONE, NO_PACKED_FORM, or the message of the ModelError, in each form."""
+    """EQUAL, ALONE, NO_PACKED_FORM, or the message of the ModelError, in each form.
+
+    runs_as: what computes where nothing is asked for; "" of what is refused.
+    """
 
     stock: str
     packed: str
+    runs_as: str = ""
 
 
 def outcome_of(family: str) -> Outcome:
@@ -47,11 +53,12 @@ def outcome_of(family: str) -> Outcome:
     Raises AssertionError where it writes other texts than ``generate`` without a ModelError.
     """
     try:
-        make_causal_lm(build_family(family), num_slots=2, max_length=MAX_LENGTH, kernels="stock")
+        lm = make_causal_lm(build_family(family), num_slots=2, max_length=MAX_LENGTH)
     except ModelError as error:
         return Outcome(str(error), str(error))
     model, expected = _reference(family)
-    return Outcome(*(_run(model, expected, kernels) for kernels in ("stock", "packed")))
+    stock, packed = (_run(model, expected, kernels) for kernels in ("stock", "packed"))
+    return Outcome(stock, packed, lm.runs_as)
 
 
 def write_text(lm: CausalLM, expected: list[Row]) -> list[list[int]]:
@@ -106,30 +113,22 @@ def _without_cache(model: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def tables(outcomes: dict[str, Outcome]) -> str:
+def table(outcomes: dict[str, Outcome]) -> str:
     """What docs/models.md says behind MARK: nothing of families as encoders, which few want."""
-    outcomes = {name: found for name, found in outcomes.items() if not name.endswith(ENCODER)}
-    packed = [name for name, found in outcomes.items() if found.packed == EQUAL]
-    stock = [name for name, found in outcomes.items() if EQUAL == found.stock != found.packed]
-    alone = [name for name, found in outcomes.items() if found.stock == ALONE]
-    refused = defaultdict(list)
+    rows = [("model_type", "graphs", "its own drafter", "runs as")]
     for name, found in outcomes.items():
-        if found.stock not in (EQUAL, ALONE):
-            refused[_reason(found.stock)].append(name)
-    lines = [
-        *("", f"With transformers {transformers.__version__}:", ""),
-        *("## Run in both forms", "", _listed(packed), ""),
-        *("## Run by their stock modules", "", _listed(stock), ""),
-        *("## Run by their stock modules, one text at a time", "", _listed(alone), ""),
-        *("## Refused", "", "| Why | Families |", "|---|---|"),
-        *(f"| {reason} | {_listed(names)} |" for reason, names in sorted(refused.items())),
-        *("", "## Not tried", "", _listed([name for name in NOT_BUILT if ENCODER not in name])),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+        if name.endswith(ENCODER):
+            continue
+        form = found.runs_as or f"refused: {_reason(found.stock)}"
+        rows.append((name, "yes" if form in GRAPHED else "-", DRAFTERS.get(name, "-"), form))
+    rows += [(name, "-", "-", "not tried") for name in NOT_BUILT if ENCODER not in name]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [rows[0], *sorted(rows[1:])]
+    )
+    version = f"With transformers {transformers.__version__}:"
+    return "\n".join(["", version, "", "```text", *lines, "```", ""])
 
 
 def _reason(message: str) -> str:
@@ -150,7 +149,7 @@ def main() -> None:
         if family not in NOT_BUILT:
             outcomes[family] = outcome_of(family)
             sys.stderr.write(f"{family}: {outcomes[family]}\n")
-    page.write_text(head + MARK + tables(outcomes))
+    page.write_text(head + MARK + table(outcomes))
 
 
 if __name__ == "__main__":
