@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings, strategies as st
-from guided_spec.ops.attention.slot_attention import Chunk, slot_attention as reference
+from guided_spec.ops.attention.slot_attention import Window, slot_attention as reference
 from guided_spec.ops.attention.slot_attention_triton import Tiling, choose_tiling, slot_attention
 from tests.slot_lines import SharedPrefix, Case, Span, cases, kept_positions, make
 
@@ -46,8 +46,8 @@ SHARED = WHOLE_TILES._replace(
 @example(WHOLE_TILES, torch.float16, False, TILINGS)
 @example(SHARED, torch.float16, False, TILINGS)
 @example(SHARED._replace(has_sinks=True), torch.float32, True, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=3), torch.float32, False, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=Chunk(5)), torch.float32, False, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=Window(3)), torch.float32, False, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=Window(5, is_chunk=True)), torch.float32, False, TILINGS[:3])
 @given(
     cases(70, [8, 16, 24, 48, 64]),
     st.sampled_from(list(TOLERANCE)),
