@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from guided_spec.engine.chats.template import EACH, TemplateReads, template_reads
+from guided_spec.engine.chats.template import EACH, THINKING, TemplateReads, template_reads
 from guided_spec.errors import ConfigError, UnknownOptionError
 from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
 
@@ -20,7 +20,6 @@ _OF_ROLE = {
 _OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
 _OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
 _OF_CUSTOM = frozenset({"name", "input"})
-THINKING = ("enable_thinking", "thinking")
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
 _OF_CACHES = frozenset({"cache_control", "prompt_cache_breakpoint"})  # they change nothing

@@ -204,6 +204,7 @@ def test_what_asks_for_nothing_is_taken(served: Running) -> None:
         ("{{ reasoning_effort }}", "medium", None, {"reasoning_effort": "medium"}),
         ("{{ enable_thinking }}", "none", "medium", {"enable_thinking": False}),
         ("{{ enable_thinking }}", "low", None, {"enable_thinking": True}),
+        ("{{ thinking }}", "none", None, {"thinking": False}),
         ("{{ enable_thinking }}", "medium", None, {}),
         ("{{ verbosity }}", None, "high", {"verbosity": "high"}),
         ("{{ verbosity_2 }}", "none", "medium", {}),
