@@ -268,8 +268,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, from ``window.first(p)`` on; zeros come out where it sees none. An unused token writes nothing
-    that is ever seen, and its output may be anything. Positions that no token sees may hold
+    a window, from ``window.first(p)`` on; zeros come out where it sees none. An unused token writes
+    nothing that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
     Scores, softmax and sums are float32. For inference: it has no gradient. Never waits for the
