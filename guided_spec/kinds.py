@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -15,16 +15,16 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     """Raise ConfigError, naming the argument, for what is none of the known names."""
     names = list(known)
     if not isinstance(value, str) or value not in names:
-        near = nearest_names(value, names)[:1] if isinstance(value, str) else []
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(name, value, f"must be one of {', '.join(names)}{meant}")
+        raise ConfigError(
+            name, value, f"must be one of {', '.join(names)}{did_you_mean(value, names)}"
+        )
 
 
 def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise UnknownOptionError, with its path, for a field that is neither known nor None."""
     for name in value:
         if name not in known and value[name] is not None:
-            fix = f"is not known here, leave it out; {_nearest(name, known)}"
+            fix = f"is not known here, leave it out{_nearest(name, known)}"
             raise UnknownOptionError(f"{path}.{name}" if path else name, value[name], fix)
 
 
@@ -40,12 +40,14 @@ _ELSEWHERE = {
     "guided_json": "grammar",
     "guided_regex": "grammar",
     "human": "user",
+    "int": "integer",
     "json_schema": "grammar",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_num_batched_tokens": "prefill_tokens",
     "max_num_seqs": "max_batch_size",
+    "max_output_tokens": "max_tokens",
     "num_assistant_tokens": "num_draft_tokens",
     "num_return_sequences": "n",
     "num_speculative_tokens": "num_draft_tokens",
@@ -57,37 +59,84 @@ _ELSEWHERE = {
     "schema": "grammar",
     "speculative_model": "draft",
     "stop_strings": "stop",
+    "str": "string",
     "structured_outputs": "grammar",
     "torch_dtype": "dtype",
     "use_tqdm": "progress",
 }
-"""What other libraries call an option or a role, and its name here."""
+"""What others call an option, a role or a type, and its name here."""
+
+_LONGEST = 100  # letters of a name that is looked up
+_MOST = 3  # names that are suggested: what is like more of them is like none
+_LONG = 4  # letters, from which a name may be the beginning of a word in another
+_SHORT = 5  # letters, below which another letter is another word: "text" and "test"
+_TWICE = 9  # letters, from which two slips leave a name what it was
 
 
-_LONG = 4  # letters, from which a name may be a part of another
+def did_you_mean(name: object, known: Iterable[str], *, lead: str = "; ") -> str:
+    """``lead`` and the names that an unknown one may stand for, as a question; "" for none."""
+    near = nearest_names(name, known)
+    return f"{lead}did you mean {' or '.join(near)}?" if near else ""
 
 
-def nearest_names(name: str, known: Collection[str], *, cutoff: float = 0.6) -> list[str]:
-    """The known names that an unknown one may stand for, the likeliest first.
+def nearest_names(name: object, known: Iterable[str]) -> list[str]:
+    """The known names that an unknown one may stand for: a few, or none."""
+    if not isinstance(name, str) or len(name) > _LONGEST:
+        return []
+    names = [one for one in known if isinstance(one, str)]
+    if _ELSEWHERE.get(name) in names:
+        return [_ELSEWHERE[name]]
+    slips = {one: found for one in names if (found := num_slips(name, one)) is not None}
+    near = [one for one, found in slips.items() if found == min(slips.values())]
+    if not near and len(name) >= _LONG:
+        begins = re.compile(rf"(?<![^\W_]){re.escape(name)}", re.IGNORECASE)
+        near = [one for one in names if begins.search(one)]
+    return near if len(near) <= _MOST else []
 
-    cutoff: how alike they must be at least, up to 1.
+
+def num_slips(name: str, known: str) -> int | None:
+    """How many slips make a name of the known one; None where it is another name.
+
+    Words of one are compared with those of the other: ``min_tokens`` is not ``max_tokens``. They
+    may be cut short.
     """
-    ours = _ELSEWHERE.get(name)
-    near = get_close_matches(str(name), known, cutoff=cutoff)
-    near = near or [one for one in known if len(name) >= _LONG and name in one]
-    return [ours] if ours in known and ours else near
+    own, others = (re.findall(r"[^\W_]+", one.lower()) for one in (name, known))
+    if len(own) != len(others):
+        own, others = ["".join(own)], ["".join(others)]
+    total = 0
+    for a, b in zip(own, others, strict=True):
+        least = min(len(a), len(b))
+        if len(own) > 1 and least >= 3 and a[:least] == b[:least]:
+            continue
+        slips = _edits(a, b) if a != b and abs(len(a) - len(b)) < 3 and least > 1 else 0
+        is_replaced = least < _SHORT and len(a) == len(b) and sorted(a) != sorted(b)
+        if (a != b and not slips) or is_replaced or slips > 1 + (least >= _TWICE):
+            return None
+        total += slips
+    return total
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to add, leave out, replace or swap with the next."""
+    older, before, row = list[int](), list[int](), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        older, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
+            if min(i, j) > 1 and (x, y) == (b[j - 2], a[i - 2]):
+                row[-1] = min(row[-1], older[j - 2] + 1)
+    return row[-1]
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    near = nearest_names(name, known)
-    listed = f"the names are {', '.join(sorted(known))}"
-    return f"did you mean {' or '.join(near)}? {listed}" if near else listed
+    meant = did_you_mean(name, known)
+    return f"{meant}{'' if meant else ';'} the names are {', '.join(sorted(known))}"
 
 
 def require_known(name: str, value: object, known: Collection[str]) -> None:
     """Raise UnknownOptionError, with the nearest known names, for an option that is not known."""
     if name not in known:
-        raise UnknownOptionError(name, value, f"is no option; {_nearest(name, known)}")
+        raise UnknownOptionError(name, value, f"is no option{_nearest(name, known)}")
 
 
 def require_kind(name: str, value: object, kind: Any) -> None:

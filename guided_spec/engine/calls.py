@@ -100,7 +100,7 @@ class _Signature:
 
     def _require_known(self, options: Mapping[str, Any]) -> None:
         for name in options.keys() - self._names:
-            if not nearest_names(name, self._names, cutoff=0.8):
+            if not nearest_names(name, self._names):
                 require_no_sampling(name, options[name])
             more = {"response_format"} if "grammar" in self._names else set()
             require_known(name, options[name], self._names | more)

@@ -80,7 +80,7 @@ def test_errors_of_rows(llm: LLM) -> None:
     outputs = list(llm.map(rows, SHORT, prompt="{a}", on_error="return"))
     found = ["" if output.error is None else str(output.error) for output in outputs]
     assert [bool(text) for text in found] == [False, True, True, True, True, False]
-    assert found[1].startswith("the row has no column 'a': the columns are b")
+    assert found[1].startswith("the row has no column 'a'; the columns are b")
     assert found[2] == "the row has nothing in column 'a': give it a text"
     assert found[3] == "the row is 5, and not an object with columns"
     assert "only 191 fit" in found[4]
@@ -88,6 +88,13 @@ def test_errors_of_rows(llm: LLM) -> None:
         list(llm.map(rows, SHORT, prompt="{a}"))
     assert caught.value.__notes__ == ['row 1, counted from 0; on_error="return" serves the others']
     until_idle(llm)
+
+
+def test_a_column_that_no_row_has(llm: LLM) -> None:
+    options: Any = {"prompt": "{a}{nmae}", "on_error": "return"}
+    reason = r"^prompt='{a}{nmae}': the rows have no column 'nmae'; did you mean name\? the columns"
+    with pytest.raises(ConfigError, match=reason):
+        llm.map([{"a": "x"}, 5, {"name": "x"}], SHORT, **options)
 
 
 def test_rows_that_fail_cancel_the_others(llm: LLM) -> None:

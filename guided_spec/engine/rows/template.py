@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from string import Formatter
 from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 
 
 class _Part(NamedTuple):
@@ -35,12 +35,6 @@ class PromptTemplate:
         """The names in braces, each once, in their order."""
         return list(dict.fromkeys(part.column for part in self._parts if part.column is not None))
 
-    def require_columns(self, columns: Collection[str]) -> None:
-        """Raise ConfigError for a name that is not one of these."""
-        for name in self.columns:
-            if name not in columns:
-                raise ConfigError("prompt", f"{{{name}}}", _missing(name, columns))
-
     def fill(self, row: Any) -> str:
         """The prompt of one row. Raises PromptError for a value that is missing or is no text."""
         if not isinstance(row, Mapping):
@@ -51,13 +45,45 @@ class PromptTemplate:
         )
 
 
+class SeenColumns:
+    """The columns of rows as they come, until every wanted one was in a row."""
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        self._missing = list(wanted)
+        self._known: dict[str, None] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether further rows say nothing new."""
+        return not self._missing
+
+    def add(self, row: Any) -> None:
+        """A row; what has no columns does not count."""
+        if self._missing and isinstance(row, Mapping):
+            self._known |= dict.fromkeys(row)
+            self._missing = [name for name in self._missing if name not in row]
+
+    def require(self, argument: str, value: object, *, reason: str = "has") -> None:
+        """Raise ConfigError, naming the argument, for a column that no row has."""
+        if self._missing and self._known:
+            fix = f"{reason} {no_column(self._missing[0], self._known)}"
+            raise ConfigError(argument, value, fix)
+
+
+def no_column(name: str, columns: Iterable[Any]) -> str:
+    """What an error says of a column that is not there."""
+    listed = ", ".join(map(str, columns)) or "none"
+    meant = did_you_mean(name, columns) or ";"
+    return f"no column {name!r}{meant} the columns are {listed}; write {{{{ for a brace"
+
+
 def column_text(row: Mapping[str, Any], name: str) -> str:
     """A value as text: strings as they are, numbers, lists and objects as JSON.
 
     Raises PromptError.
     """
     if name not in row:
-        raise PromptError(f"the row has no column {name!r}: {_missing(name, row)}")
+        raise PromptError(f"the row has {no_column(name, row)}")
     value = row[name]
     if isinstance(value, str):
         return value
@@ -68,12 +94,6 @@ def column_text(row: Mapping[str, Any], name: str) -> str:
         return json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"the row's column {name!r} is no text: {error}") from error
-
-
-def _missing(name: str, columns: Collection[str]) -> str:
-    near = nearest_names(name, list(columns))
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}the columns are {', '.join(map(str, columns)) or 'none'}; write {{{{ for a brace"
 
 
 def _parts(text: str) -> list[_Part]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from guided_spec.engine.chats.template import PLAIN, STYLES, THINKING, template_reads
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 from guided_spec.server.faults import invalid_value
 
 _LOG = logging.getLogger(__name__)
@@ -48,9 +48,8 @@ def style_variables(
             continue
         known = STYLES[name]
         if value not in known and (name not in named or f"'{value}'" not in quoted):
-            near = nearest_names(value, known)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            fix = f"this model's chat template does not read it; {name} is {_listed(known)}{meant}"
+            fix = f"this model's chat template does not read it; {name} is {_listed(known)}"
+            fix += did_you_mean(value, known)
             raise invalid_value(f"{name}={value!r:.40}: {fix}", name)
         if name in named:
             variables[name] = value
