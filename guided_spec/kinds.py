@@ -70,6 +70,7 @@ _LONGEST = 100  # letters of a name that is looked up
 _MOST = 3  # names that are suggested: what is like more of them is like none
 _LONG = 4  # letters, from which a name may be the beginning of a word in another
 _SHORT = 5  # letters, below which another letter is another word: "text" and "test"
+_ADDED, _OTHER = 2, 3  # of a letter too many, too few or swapped with the next; of a replaced one
 _TWICE = 9  # letters, from which two slips leave a name what it was
 
 
@@ -86,16 +87,16 @@ def nearest_names(name: object, known: Iterable[str]) -> list[str]:
     names = [one for one in known if isinstance(one, str)]
     if _ELSEWHERE.get(name) in names:
         return [_ELSEWHERE[name]]
-    slips = {one: found for one in names if (found := num_slips(name, one)) is not None}
-    near = [one for one, found in slips.items() if found == min(slips.values())]
+    near_by = {one: found for one in names if (found := slips_of(name, one)) is not None}
+    near = [one for one, found in near_by.items() if found == min(near_by.values())]
     if not near and len(name) >= _LONG:
         begins = re.compile(rf"(?<![^\W_]){re.escape(name)}", re.IGNORECASE)
         near = [one for one in names if begins.search(one)]
     return near if len(near) <= _MOST else []
 
 
-def num_slips(name: str, known: str) -> int | None:
-    """How many slips make a name of the known one; None where it is another name.
+def slips_of(name: str, known: str) -> int | None:
+    """How far a name is from the known one that it may stand for; None where it is another name.
 
     Words of one are compared with those of the other: ``min_tokens`` is not ``max_tokens``. They
     may be cut short.
@@ -108,23 +109,23 @@ def num_slips(name: str, known: str) -> int | None:
         least = min(len(a), len(b))
         if len(own) > 1 and least >= 3 and a[:least] == b[:least]:
             continue
-        slips = _edits(a, b) if a != b and abs(len(a) - len(b)) < 3 and least > 1 else 0
-        is_replaced = least < _SHORT and len(a) == len(b) and sorted(a) != sorted(b)
-        if (a != b and not slips) or is_replaced or slips > 1 + (least >= _TWICE):
-            return None
-        total += slips
+        if a != b:
+            if least < 2 or abs(len(a) - len(b)) > 2:
+                return None
+            total += (slips := _slips(a, b))
+            if slips > (_ADDED if least < _SHORT else _OTHER * (1 + (least >= _TWICE))):
+                return None
     return total
 
 
-def _edits(a: str, b: str) -> int:
-    """Letters to add, leave out, replace or swap with the next."""
-    older, before, row = list[int](), list[int](), list(range(len(b) + 1))
+def _slips(a: str, b: str) -> int:
+    older, before, row = list[int](), list[int](), [_ADDED * at for at in range(len(b) + 1)]
     for i, x in enumerate(a, 1):
-        older, before, row = before, row, [i]
+        older, before, row = before, row, [_ADDED * i]
         for j, y in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
+            row.append(min(min(before[j], row[-1]) + _ADDED, before[j - 1] + _OTHER * (x != y)))
             if min(i, j) > 1 and (x, y) == (b[j - 2], a[i - 2]):
-                row[-1] = min(row[-1], older[j - 2] + 1)
+                row[-1] = min(row[-1], older[j - 2] + _ADDED)
     return row[-1]
 
 

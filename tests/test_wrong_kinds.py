@@ -20,7 +20,7 @@ from guided_spec.engine.setup import Options
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.kinds import nearest_names, num_slips
+from guided_spec.kinds import nearest_names, slips_of
 from guided_spec.server.service import ServerSettings
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import train
@@ -193,5 +193,5 @@ def test_the_names_that_are_near_enough(name: Any, known: list[Any], near: list[
 
 @given(st.text(max_size=12), st.text(max_size=12))
 def test_slips_go_both_ways(name: str, known: str) -> None:
-    assert num_slips(name, known) == num_slips(known, name)
-    assert num_slips(name, name) == 0
+    assert slips_of(name, known) == slips_of(known, name)
+    assert slips_of(name, name) == 0

@@ -10,7 +10,7 @@ from typing import Any
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.dialect import subschemas
 from guided_spec.grammar.schema.lowered import Unenforced, escape
-from guided_spec.kinds import num_slips
+from guided_spec.kinds import slips_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _meant(given: str) -> str | None:
     plain = "".join(letter for letter in given if letter not in "$-_")
     for known, keyword in _SPELLED.items():
         is_sure = len(known) >= _LONG or len(plain) <= len(known) or plain == known + "s"
-        if is_sure and num_slips(plain, known) is not None:
+        if is_sure and slips_of(plain, known) is not None:
             return keyword
     return None
 
