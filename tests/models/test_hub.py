@@ -75,10 +75,10 @@ def test_what_no_hub_can_have(
     del asked
     for offline in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        for options in ({"model": source}, {"tokenizer": source}, {"draft": source}):
-            known: Any = {"proposer": "draft_model"} if "draft" in options else {}
-            with pytest.raises(ModelError, match=f"^{next(iter(options))}='{source}'"):
-                LLM(**options, **known)
+        for name in ("model", "tokenizer", "draft"):
+            options: Any = {name: source} | ({"proposer": "draft_model"} if name == "draft" else {})
+            with pytest.raises(ModelError, match=f"^{name}='{source}'"):
+                LLM(**options)
 
 
 def test_offline_nothing_is_asked(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
