@@ -78,7 +78,7 @@ def no_column(name: str, columns: Iterable[Any]) -> str:
 
 
 def column_text(row: Mapping[str, Any], name: str) -> str:
-    """A value as text: strings as they are, numbers, lists and objects as JSON.
+    """A value as text: strings and dates as they are, numbers, lists and objects as JSON.
 
     Raises PromptError.
     """
@@ -87,13 +87,19 @@ def column_text(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, bytes | bytearray):
-        kind = "nothing" if value is None else "bytes"
-        raise PromptError(f"the row has {kind} in column {name!r}: give it a text")
+    if value is None:
+        raise PromptError(f"the row has nothing in column {name!r}: give it a text")
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        is_json = isinstance(value, int | float | list | tuple | Mapping)
+        return json.dumps(value, ensure_ascii=False, default=_plain) if is_json else _plain(value)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"the row's column {name!r} is no text: {error}") from error
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes | bytearray):
+        raise ValueError("it holds bytes")
+    return str(value)
 
 
 def _parts(text: str) -> list[_Part]:
