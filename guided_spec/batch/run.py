@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from guided_spec.batch.inputs import INPUT, Line, Reader, reader_of
 from guided_spec.batch.results import OUTPUT, Question, Register, ResultFile
-from guided_spec.engine.rows.template import SeenColumns
+from guided_spec.engine.rows.template import require_columns
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:  # these load torch
@@ -169,15 +169,16 @@ class Batch:
 
     def _check(self) -> Contents:
         """Read everything once."""
-        total, at_fault, seen = 0, 0, SeenColumns(self._form.columns)
+        total = at_fault = 0
         for total, line in enumerate(self._read(self._source, self._form.columns), 1):
-            seen.add(line.value)
             question = self._form.read(total, line)
             is_first = self._first_of(question, line) == line.number
             at_fault += question.refusal is not None or not is_first
         if not total:
             raise ConfigError(INPUT, str(self._source), "holds no lines")
-        seen.require(INPUT, str(self._source))
+        columns = self._form.columns
+        values = (line.value for line in self._read(self._source, columns))
+        require_columns(INPUT, str(self._source), columns, values)
         return Contents(total, at_fault)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from guided_spec.engine.outputs import (
     cancel_all,
 )
 from guided_spec.engine.rows.progress import ProgressBar
-from guided_spec.engine.rows.template import PromptTemplate, SeenColumns
+from guided_spec.engine.rows.template import PromptTemplate, require_columns
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.types import SamplingParams
 
@@ -51,7 +51,8 @@ class RowMap:
         self._rows = rows
         self._template = None if template is None else PromptTemplate(template)
         if self._template is not None and isinstance(rows, Sized):
-            _require_columns(self._template, rows)
+            columns = self._template.columns
+            require_columns("prompt", template, columns, rows, has="the rows have")
         self._params = params
         self._window = window
         self._failures = Failures.before_the_first_token(on_error)
@@ -98,16 +99,6 @@ class RowMap:
             bar.count(completion)
         bar.advance()
         return output
-
-
-def _require_columns(template: PromptTemplate, rows: Iterable[Any]) -> None:
-    """Raise ConfigError for a column that none of the rows has; a first row with all is enough."""
-    seen = SeenColumns(template.columns)
-    for row in rows:
-        seen.add(row)
-        if seen.is_complete:
-            return
-    seen.require("prompt", template.text, reason="the rows have")
 
 
 class _Row:

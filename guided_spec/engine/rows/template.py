@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -45,29 +45,19 @@ class PromptTemplate:
         )
 
 
-class SeenColumns:
-    """The columns of rows as they come, until every wanted one was in a row."""
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        self._missing = list(wanted)
-        self._known: dict[str, None] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether further rows say nothing new."""
-        return not self._missing
-
-    def add(self, row: Any) -> None:
-        """A row; what has no columns does not count."""
-        if self._missing and isinstance(row, Mapping):
-            self._known |= dict.fromkeys(row)
-            self._missing = [name for name in self._missing if name not in row]
-
-    def require(self, argument: str, value: object, *, reason: str = "has") -> None:
-        """Raise ConfigError, naming the argument, for a column that no row has."""
-        if self._missing and self._known:
-            fix = f"{reason} {no_column(self._missing[0], self._known)}"
-            raise ConfigError(argument, value, fix)
+def require_columns(
+    argument: str, value: object, wanted: Sequence[str], rows: Iterable[Any], has: str = "has"
+) -> None:
+    """Raise ConfigError for a column that no row has; they are read until all are known."""
+    missing, known = wanted, dict[str, None]()
+    for row in rows:
+        if isinstance(row, Mapping):
+            known |= dict.fromkeys(row)
+            missing = [name for name in missing if name not in row]
+            if not missing:
+                return
+    if missing and known:
+        raise ConfigError(argument, value, f"{has} {no_column(missing[0], known)}")
 
 
 def no_column(name: str, columns: Iterable[Any]) -> str:
