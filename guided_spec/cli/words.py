@@ -38,8 +38,7 @@ def option_names(command: Any) -> dict[str, str]:
         named = [name for name in param.opts if name.startswith("--")]
         found[param.name] = named[0] if named else str(param.metavar or param.name).upper()
     aliases = {name: option for name, option in _ALIASES.items() if option in found.values()}
-    found = aliases | found
-    return {name: option for name, option in found.items() if not name.startswith("_")}
+    return {name: one for name, one in (aliases | found).items() if not name.startswith("_")}
 
 
 def spoken(message: str, options: Mapping[str, str]) -> str:
@@ -73,26 +72,18 @@ def told(error: Exception) -> str:
     return said(str(error))
 
 
-class _Spoken(logging.Filter):
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__()
-        self._options = options
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.partition(".")[0] == "guided_spec":
-            record.msg, record.args = spoken(record.getMessage(), self._options), ()
-        return True
-
-
 @contextmanager
 def log_as_spoken(handler: logging.Handler | None, options: Mapping[str, str]) -> Iterator[None]:
     """What a handler writes of this package is in the words of a command; None writes nothing."""
-    if handler is None:
-        yield
-        return
-    words = _Spoken(options)
-    handler.addFilter(words)
+
+    def speak(record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] == "guided_spec":
+            record.msg, record.args = spoken(record.getMessage(), options), ()
+        return True
+
+    handler = handler or logging.NullHandler()
+    handler.addFilter(speak)
     try:
         yield
     finally:
-        handler.removeFilter(words)
+        handler.removeFilter(speak)

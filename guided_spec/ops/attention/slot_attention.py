@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,9 +91,7 @@ class SlotIndex:
     fits: bool = False
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
-    _seen: dict[tuple[int, Window | None], list[SeenRow]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _seen: dict[Any, list[SeenRow]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def positions(self) -> Tensor:
@@ -134,7 +132,7 @@ class SlotIndex:
             seen = range(low, min(start + count, self.max_length))
             if count > 0 and slot >= 0 and seen:
                 asking = range(start, start + count)
-                visible = _visible(asking, seen, window, self.rows.device)
+                visible = _visible(asking, seen, window, self.rows)
                 blocks = self.tables[slot, seen.start // block : -(-seen.stop // block)]
                 listed = blocks.tolist()
                 is_one_piece = listed == [*range(listed[0], listed[0] + len(listed))]
@@ -289,9 +287,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
 def window_code(window: Window | None) -> int:
     """As kernels take it: 0 for none, -size for a chunk."""
-    if window is None:
-        return 0
-    return -window.size if window.is_chunk else window.size
+    size = 0 if window is None else window.size
+    return -size if window is not None and window.is_chunk else size
 
 
 def store_keys_values(new: KeyValues, buffers: KeyValues, index: SlotIndex) -> None:
@@ -348,14 +345,12 @@ def _attend(
     return attended
 
 
-def _visible(
-    asking: range, seen: range, window: Window | None, device: torch.device
-) -> Tensor | None:
+def _visible(asking: range, seen: range, window: Window | None, like: Tensor) -> Tensor | None:
     """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all."""
     if len(asking) == 1 and window is None and seen.stop <= asking.start + 1:
         return None
-    positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
-    stored = torch.arange(seen.start, seen.stop, device=device)
+    positions = torch.arange(asking.start, asking.stop, device=like.device).unsqueeze(1)
+    stored = torch.arange(seen.start, seen.stop, device=like.device)
     visible = stored <= positions
     return visible if window is None else visible & (stored >= window.first(positions))
 

@@ -232,8 +232,7 @@ def read_and_mask(
     """
     assert head.mask_hidden is not None
     assert head.layout.mask_token_id is not None
-    count, length = width - 1, token_ids.shape[1]
-    index = BlockIndex.of(starts, count)
+    length, index = token_ids.shape[1], BlockIndex.of(starts, width - 1)
     masks = torch.full_like(index.position, head.layout.mask_token_id)
     unknown = head.features(head.mask_hidden).expand(*masks.shape, -1)
     text = torch.arange(length, device=starts.device)
@@ -253,7 +252,7 @@ def read_and_mask(
         recompute=recompute,
     )
     read, masked = outputs.tensor_split([length], 1)
-    return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], count)))
+    return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], width - 1)))
 
 
 def _make_block(
