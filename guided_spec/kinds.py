@@ -77,8 +77,9 @@ def nearest_names(name: object, known: Iterable[str]) -> list[str]:
     if not isinstance(name, str) or len(name) > _LONGEST:
         return []
     names = [one for one in known if isinstance(one, str)]
-    if _ELSEWHERE.get(name) in names:
-        return [_ELSEWHERE[name]]
+    ours = _ELSEWHERE.get(name.strip("-").replace("-", "_"))
+    if ours and (same := [one for one in names if slips_of(ours, one) == 0]):
+        return same
     near_by = {one: found for one in names if (found := slips_of(name, one)) is not None}
     near = [one for one, found in near_by.items() if found == min(near_by.values())]
     if not near and len(name) >= _LONG:
@@ -122,8 +123,7 @@ def _slips(a: str, b: str) -> int:
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    meant = did_you_mean(name, known)
-    return f"{meant}{'' if meant else ';'} the names are {', '.join(sorted(known))}"
+    return f"{did_you_mean(name, known) or ';'} the names are {', '.join(sorted(known))}"
 
 
 def require_known(name: str, value: object, known: Collection[str]) -> None:

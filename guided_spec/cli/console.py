@@ -17,6 +17,7 @@ from rich.table import Table
 
 from guided_spec.cli.words import log_as_spoken, option_names, running, said, told
 from guided_spec.errors import GuidedSpecError
+from guided_spec.kinds import nearest_names
 
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.evaluate.measurement import Measurement
@@ -68,9 +69,7 @@ def working(words: str) -> Status:
 
 
 @contextmanager
-def failures_as_messages(
-    options: Mapping[str, str] | None = None, *, as_json: bool = False
-) -> Iterator[None]:
+def failures_as_messages(options: Mapping[str, str], *, as_json: bool) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
     options: of the command, by the arguments that messages name.
@@ -80,14 +79,18 @@ def failures_as_messages(
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
     _hide_progress_bars()
-    before = running.set(options or {})
+    before = running.set(options)
     try:
-        with log_as_spoken(logging.lastResort, running.get()):
+        with log_as_spoken(logging.lastResort, options):
             yield
     except GuidedSpecError as error:
         _print_error(error, told(error), as_json=as_json)
         raise typer.Exit(error.exit_code) from error
     except UsageError as error:
+        given = vars(error)
+        if "possibilities" in given:  # typer finds options that are far off, too
+            known = option_names(given["ctx"].command).values()
+            given["possibilities"] = nearest_names(given["option_name"], known)
         if not as_json:
             raise  # typer prints it with the usage
         misuse = cast(typer.BadParameter, error)

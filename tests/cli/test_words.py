@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -88,6 +89,20 @@ def test_errors_of_a_text(error: Exception) -> None:
     assert said.startswith("--max-tokens=3: ")
     assert "complete=" not in said
     assert "on_short" not in said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--text", "No such option: --text"),
+        ("--modle", "No such option: --modle (Possible options: --model)"),
+        ("--max-new-tokens", "No such option: --max-new-tokens (Possible options: --max-tokens)"),
+    ],
+)
+def test_options_that_are_near_enough(option: str, said: str) -> None:
+    shown = CliRunner().invoke(app, ["generate", "--json", "A", option, "3"]).stdout
+    assert json.loads(shown)["error"]["message"] == said
 
 
 def test_the_log_is_in_these_words_too(caplog: pytest.LogCaptureFixture) -> None:
