@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -58,7 +58,6 @@ _ELSEWHERE = {
 }
 """What others call an option, a role or a type, and its name here."""
 
-_LONGEST = 100  # letters of a name that is looked up
 _MOST = 3  # names that are suggested: what is like more of them is like none
 _LONG = 4  # letters, from which a name may be the beginning of a word in another
 _SHORT = 5  # letters, below which another letter is another word: "text" and "test"
@@ -74,18 +73,24 @@ def did_you_mean(name: object, known: Iterable[str], *, lead: str = "; ") -> str
 
 def nearest_names(name: object, known: Iterable[str]) -> list[str]:
     """The known names that an unknown one may stand for: a few, or none."""
-    if not isinstance(name, str) or len(name) > _LONGEST:
+    if not isinstance(name, str) or len(name) > 100:  # no name of ours
         return []
     names = [one for one in known if isinstance(one, str)]
     ours = _ELSEWHERE.get(name.strip("-").replace("-", "_"))
     if ours and (same := [one for one in names if slips_of(ours, one) == 0]):
         return same
-    near_by = {one: found for one in names if (found := slips_of(name, one)) is not None}
-    near = [one for one, found in near_by.items() if found == min(near_by.values())]
+    far = {one: found for one in names if (found := slips_of(name, one)) is not None}
+    least = min(far.values(), default=0)
+    near = [one for one, found in far.items() if found == least]
     if not near and len(name) >= _LONG:
         begins = re.compile(rf"(?<![^\W_]){re.escape(name)}", re.IGNORECASE)
         near = [one for one in names if begins.search(one)]
     return near if len(near) <= _MOST else []
+
+
+@lru_cache(maxsize=1024)
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^\W_]+", name.lower()))
 
 
 def slips_of(name: str, known: str) -> int | None:
@@ -94,16 +99,16 @@ def slips_of(name: str, known: str) -> int | None:
     Words of one are compared with those of the other: ``min_tokens`` is not ``max_tokens``. They
     may be cut short.
     """
-    own, others = (re.findall(r"[^\W_]+", one.lower()) for one in (name, known))
+    own, others = _words(name), _words(known)
     if len(own) != len(others):
-        own, others = ["".join(own)], ["".join(others)]
+        own, others = ("".join(own),), ("".join(others),)
     total = 0
     for a, b in zip(own, others, strict=True):
         least = min(len(a), len(b))
         if len(own) > 1 and least >= 3 and a[:least] == b[:least]:
             continue
         if a != b:
-            if least < 2 or abs(len(a) - len(b)) > 2:
+            if least < 2 or abs(len(a) - len(b)) > 2 or len({*a} ^ {*b}) > 4:
                 return None
             total += (slips := _slips(a, b))
             if slips > (_ADDED if least < _SHORT else _OTHER * (1 + (least >= _TWICE))):

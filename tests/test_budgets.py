@@ -24,7 +24,7 @@ BUDGETS = {
     "server": 5_010,  # 100 more: usual fields of clients, faults of inner fields
     "trace": 785,  # 25 more: axes with numbers
     "training": 6_460,  # 30 more: answers that are written together, forced tokens in numpy
-    ".": 2_260,  # 150 more: one rule for the nearest known names, texts cut short
+    ".": 2_265,  # 155 more: one rule for the nearest known names, texts cut short
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

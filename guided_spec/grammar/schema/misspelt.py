@@ -69,10 +69,10 @@ def _meant(given: str) -> str | None:
     if given.startswith(("x-", "x_", "_")) or not 3 <= len(given) <= 24:
         return None
     plain = "".join(letter for letter in given if letter not in "$-_")
-    for known, keyword in _SPELLED.items():
-        is_sure = len(known) >= _LONG or len(plain) <= len(known) or plain == known + "s"
-        if is_sure and slips_of(plain, known) is not None:
-            return keyword
+    near = {known: far for known in _SPELLED if (far := slips_of(plain, known)) is not None}
+    for known in sorted(near, key=near.__getitem__):
+        if len(known) >= _LONG or len(plain) <= len(known) or plain == known + "s":
+            return _SPELLED[known]
     return None
 
 
