@@ -14,7 +14,7 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.kinds import did_you_mean
 from guided_spec.server.endpoints.bodies import ChatBody, CompletionBody, ResponsesBody
 from guided_spec.server.endpoints.reading import read_body
-from guided_spec.server.faults import ApiError, api_error, require_model
+from guided_spec.server.faults import ApiError, api_error, fault_of_ours, require_model
 
 if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.outputs import Completion
@@ -41,7 +41,7 @@ class RequestForm:
 
     model: str
     names: tuple[str, ...]
-    columns: Sequence[str] = ()
+    columns: Sequence[str] = ("custom_id", "url", "body")
 
     def read(self, index: int, line: Line) -> Question:
         """The request of a line. What is at fault is its ``refusal``."""
@@ -91,8 +91,7 @@ class RequestRunner:
             return _response(question.digest, fault.status, fault.body())
         except Exception as error:  # of ours: the other lines are answered
             _LOG.exception("a request of the batch failed")
-            message = f"the server failed: {type(error).__name__}; its log has the details"
-            fault = ApiError(500, message, code="internal_error")
+            fault = fault_of_ours(error)
             return _response(question.digest, fault.status, fault.body())
         return _response(question.digest, 200, reply)
 

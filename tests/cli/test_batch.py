@@ -185,6 +185,7 @@ def test_a_column_that_no_line_has(model: str, tmp_path: Path) -> None:
     for arguments, said in (
         (("{name}",), "has no column 'name'; did you mean nam? the columns are nam, id, other"),
         (("{nam}", "--id-column", "key"), "has no column 'key'; the columns are nam, id, other"),
+        ((), "has no column 'custom_id'; the columns are nam, id, other; rows need a prompt"),
     ):
         result = batch(model, source, output, *arguments)
         assert result.exit_code == 1

@@ -64,7 +64,8 @@ def no_column(name: str, columns: Iterable[Any]) -> str:
     """What an error says of a column that is not there."""
     listed = ", ".join(map(str, columns)) or "none"
     meant = did_you_mean(name, columns) or ";"
-    return f"no column {name!r}{meant} the columns are {listed}; write {{{{ for a brace"
+    fix = "rows need a prompt with their columns in braces, where {{ is a brace"
+    return f"no column {name!r}{meant} the columns are {listed}; {fix}"
 
 
 def column_text(row: Mapping[str, Any], name: str) -> str:
