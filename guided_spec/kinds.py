@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,79 +15,126 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     """Raise ConfigError, naming the argument, for what is none of the known names."""
     names = list(known)
     if not isinstance(value, str) or value not in names:
-        near = nearest_names(value, names)[:1] if isinstance(value, str) else []
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(name, value, f"must be one of {', '.join(names)}{meant}")
+        raise ConfigError(
+            name, value, f"must be one of {', '.join(names)}{did_you_mean(value, names)}"
+        )
 
 
 def require_known_fields(path: str, value: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise UnknownOptionError, with its path, for a field that is neither known nor None."""
     for name in value:
         if name not in known and value[name] is not None:
-            fix = f"is not known here, leave it out; {_nearest(name, known)}"
+            fix = f"is not known here, leave it out{_nearest(name, known)}"
             raise UnknownOptionError(f"{path}.{name}" if path else name, value[name], fix)
 
 
 _ELSEWHERE = {
-    "ai": "assistant",
-    "bot": "assistant",
-    "enable_prefix_caching": "prefix_cache",
-    "eos_token_id": "stop_token_ids",
-    "function": "tool",
-    "gpu_memory_utilization": "kv_memory_bytes",
-    "guided_choice": "grammar",
-    "guided_decoding_backend": "grammar_backend",
-    "guided_json": "grammar",
-    "guided_regex": "grammar",
-    "human": "user",
-    "json_schema": "grammar",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_num_batched_tokens": "prefill_tokens",
-    "max_num_seqs": "max_batch_size",
-    "num_assistant_tokens": "num_draft_tokens",
-    "num_return_sequences": "n",
-    "num_speculative_tokens": "num_draft_tokens",
-    "output_type": "grammar",
-    "prompt": "prompts",
-    "response_format": "grammar",
-    "response_model": "grammar",
-    "sampling_params": "params",
-    "schema": "grammar",
-    "speculative_model": "draft",
-    "stop_strings": "stop",
-    "structured_outputs": "grammar",
-    "torch_dtype": "dtype",
-    "use_tqdm": "progress",
+    theirs: ours
+    for ours, listed in {
+        "assistant": "ai bot",
+        "draft": "speculative_model",
+        "dtype": "torch_dtype",
+        "grammar": "guided_choice guided_json guided_regex json_schema output_type response_format "
+        "response_model schema structured_outputs",
+        "grammar_backend": "guided_decoding_backend",
+        "integer": "int",
+        "kv_memory_bytes": "gpu_memory_utilization",
+        "max_batch_size": "max_num_seqs",
+        "max_tokens": "max_completion_tokens max_length max_new_tokens max_output_tokens",
+        "n": "num_return_sequences",
+        "num_draft_tokens": "num_assistant_tokens num_speculative_tokens",
+        "params": "sampling_params",
+        "prefill_tokens": "max_num_batched_tokens",
+        "prefix_cache": "enable_prefix_caching",
+        "progress": "use_tqdm",
+        "prompts": "prompt",
+        "stop": "stop_strings",
+        "stop_token_ids": "eos_token_id",
+        "string": "str",
+        "tool": "function",
+        "user": "human",
+    }.items()
+    for theirs in listed.split()
 }
-"""What other libraries call an option or a role, and its name here."""
+"""What others call an option, a role or a type, and its name here."""
+
+_MOST = 3  # names that are suggested: what is like more of them is like none
+_LONG = 4  # letters, from which a name may be the beginning of a word in another
+_SHORT = 5  # letters, below which another letter is another word: "text" and "test"
+_ADDED, _OTHER = 2, 3  # of a letter too many, too few or swapped with the next; of a replaced one
+_TWICE = 9  # letters, from which two slips leave a name what it was
 
 
-_LONG = 4  # letters, from which a name may be a part of another
+def did_you_mean(name: object, known: Iterable[str], *, lead: str = "; ") -> str:
+    """``lead`` and the names that an unknown one may stand for, as a question; "" for none."""
+    near = nearest_names(name, known)
+    return f"{lead}did you mean {' or '.join(near)}?" if near else ""
 
 
-def nearest_names(name: str, known: Collection[str], *, cutoff: float = 0.6) -> list[str]:
-    """The known names that an unknown one may stand for, the likeliest first.
+def nearest_names(name: object, known: Iterable[str]) -> list[str]:
+    """The known names that an unknown one may stand for: a few, or none."""
+    if not isinstance(name, str) or len(name) > 100:  # no name of ours
+        return []
+    names = [one for one in known if isinstance(one, str)]
+    ours = _ELSEWHERE.get(name.strip("-").replace("-", "_"))
+    if ours and (same := [one for one in names if slips_of(ours, one) == 0]):
+        return same
+    far = {one: found for one in names if (found := slips_of(name, one)) is not None}
+    least = min(far.values(), default=0)
+    near = [one for one, found in far.items() if found == least]
+    if not near and len(name) >= _LONG:
+        begins = re.compile(rf"(?<![^\W_]){re.escape(name)}", re.IGNORECASE)
+        near = [one for one in names if begins.search(one)]
+    return near if len(near) <= _MOST else []
 
-    cutoff: how alike they must be at least, up to 1.
+
+@lru_cache(maxsize=1024)
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^\W_]+", name.lower()))
+
+
+def slips_of(name: str, known: str) -> int | None:
+    """How far a name is from the known one that it may stand for; None where it is another name.
+
+    Words of one are compared with those of the other: ``min_tokens`` is not ``max_tokens``. They
+    may be cut short.
     """
-    ours = _ELSEWHERE.get(name)
-    near = get_close_matches(str(name), known, cutoff=cutoff)
-    near = near or [one for one in known if len(name) >= _LONG and name in one]
-    return [ours] if ours in known and ours else near
+    own, others = _words(name), _words(known)
+    if len(own) != len(others):
+        own, others = ("".join(own),), ("".join(others),)
+    total = 0
+    for a, b in zip(own, others, strict=True):
+        least = min(len(a), len(b))
+        if len(own) > 1 and least >= 3 and a[:least] == b[:least]:
+            continue
+        if a != b:
+            if least < 2 or abs(len(a) - len(b)) > 2 or len({*a} ^ {*b}) > 4:
+                return None
+            total += (slips := _slips(a, b))
+            if slips > (_ADDED if least < _SHORT else _OTHER * (1 + (least >= _TWICE))):
+                return None
+    return total
+
+
+def _slips(a: str, b: str) -> int:
+    older, before, row = list[int](), list[int](), [_ADDED * at for at in range(len(b) + 1)]
+    for i, x in enumerate(a, 1):
+        older, before, row = before, row, [_ADDED * i]
+        for j, y in enumerate(b, 1):
+            row.append(min(min(before[j], row[-1]) + _ADDED, before[j - 1] + _OTHER * (x != y)))
+            if min(i, j) > 1 and (x, y) == (b[j - 2], a[i - 2]):
+                row[-1] = min(row[-1], older[j - 2] + _ADDED)
+    return row[-1]
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    near = nearest_names(name, known)
-    listed = f"the names are {', '.join(sorted(known))}"
-    return f"did you mean {' or '.join(near)}? {listed}" if near else listed
+    return f"{did_you_mean(name, known) or ';'} the names are {', '.join(sorted(known))}"
 
 
 def require_known(name: str, value: object, known: Collection[str]) -> None:
     """Raise UnknownOptionError, with the nearest known names, for an option that is not known."""
     if name not in known:
-        raise UnknownOptionError(name, value, f"is no option; {_nearest(name, known)}")
+        raise UnknownOptionError(name, value, f"is no option{_nearest(name, known)}")
 
 
 def require_kind(name: str, value: object, kind: Any) -> None:

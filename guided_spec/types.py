@@ -290,7 +290,7 @@ SamplingParams.__signature__ = inspect.Signature(list(_OWN.values())[1:])  # typ
 def require_no_sampling(name: str, value: object) -> None:
     """Raise UnknownOptionError for an option that is one of ``SamplingParams``, by any name."""
     known = [one.name for one in fields(SamplingParams)]
-    near = [name] if name in known else nearest_names(name, known, cutoff=0.8)
+    near = [name] if name in known else nearest_names(name, known)
     if near:
         fix = f"belongs to a request: pass params=SamplingParams({near[0]}=...)"
         raise UnknownOptionError(name, value, fix)

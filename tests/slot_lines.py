@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SharedPositions, SlotIndex
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex, Window
 
 NUM_SLOTS = 4
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     block: int
     spans: list[Span]
     unused: Unused = NONE_UNUSED
-    window: int | Chunk | None = None
+    window: Window | None = None
     has_sinks: bool = False
     alike: tuple[SharedPrefix, ...] = ()
 
@@ -202,7 +202,7 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
         block=block,
         spans=spans,
         unused=Unused(draw(st.integers(0, 3)), draw(st.integers(0, 3))),
-        window=draw(st.none() | st.integers(1, 8) | st.builds(Chunk, st.integers(1, 9))),
+        window=draw(st.none() | st.builds(Window, st.integers(1, 9), st.booleans())),
         has_sinks=draw(st.booleans()),
         alike=alike,
     )

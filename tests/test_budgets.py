@@ -11,20 +11,20 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "batch": 820,  # 10 more: lines with one id
-    "cli": 2_030,  # 80 more: messages name options, the port comes first
-    "engine": 6_940,  # 490 more: what templates read of messages, refusals, hints to caches
+    "batch": 815,  # 5 more: lines with one id
+    "cli": 2_040,  # 90 more: all messages name options, the port comes first
+    "engine": 6_950,  # 500 more: what templates read and are told, refusals, hints to caches
     "evaluate": 1_270,  # 10 more: requests that fail
-    "grammar": 22_375,  # 590 more: listed items, vast counts, classes of surrogates, functions
+    "grammar": 22_365,  # 580 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
-    "masks": 1_760,  # 10 more: tokens that a device drew freely
-    "models": 11_510,  # 530 more: latent attention, experts in groups, MTP, hubs that are down
+    "masks": 1_755,  # 5 more: tokens that a device drew freely
+    "models": 11_500,  # 520 more: latent attention, experts in groups, MTP, hubs that are down
     "ops": 8_260,  # 690 more: latent and chunked attention, experts in groups, and their kernels
     "proposers": 3_250,
-    "server": 5_020,  # 110 more: usual fields of clients, faults of inner fields
-    "trace": 790,  # 30 more: axes with numbers
+    "server": 5_010,  # 100 more: usual fields of clients, faults of inner fields
+    "trace": 785,  # 25 more: axes with numbers
     "training": 6_460,  # 30 more: answers that are written together, forced tokens in numpy
-    ".": 2_220,  # 110 more: the nearest known names, texts cut short
+    ".": 2_265,  # 155 more: one rule for the nearest known names, texts cut short
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

@@ -20,6 +20,7 @@ from guided_spec.engine.setup import Options
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.kinds import nearest_names, slips_of
 from guided_spec.server.service import ServerSettings
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import train
@@ -164,3 +165,33 @@ def test_options_of_an_algorithm(own: dict[str, Any], message: str, tmp_path: Pa
     options = TrainOptions(**{**TRAINING, "output": str(tmp_path / "draft")})
     with pytest.raises(ConfigError, match=f"^{message}"):
         train(options, own)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("eagel3", ["eagle", "eagle3"], ["eagle3"]),
+        ("maxTokens", ["max_tokens", "min_tokens"], ["max_tokens"]),
+        ("freq_penalty", ["frequency_penalty", "presence_penalty"], ["frequency_penalty"]),
+        ("batch", ["max_batch_size", "model"], ["max_batch_size"]),
+        ("prampt", ["prompt", "params"], ["prompt"]),
+        ("bool", ["boolean", "object"], ["boolean"]),
+        ("min_tokens", ["max_tokens"], []),
+        ("top_n", ["top_k", "top_p"], []),
+        ("date", ["data"], []),
+        ("user_name", ["user_id", "name"], []),
+        ("text", ["text_a", "text_b", "text_c", "text_d"], []),
+        ("nothing", ["note", 5, None], []),
+        (5, ["5"], []),
+        ("", ["a"], []),
+    ],
+)
+def test_the_names_that_are_near_enough(name: Any, known: list[Any], near: list[str]) -> None:
+    assert nearest_names(name, known) == near
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+def test_slips_go_both_ways(name: str, known: str) -> None:
+    assert slips_of(name, known) == slips_of(known, name)
+    assert slips_of(name, name) == 0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from guided_spec.engine.rows.template import no_column
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import nearest_names
 
 INPUT = "--input"
 MAX_LINE_BYTES = 2**26  # of JSON: a longer line is a file without line breaks
@@ -78,7 +78,7 @@ def _read_json(number: int, data: bytes) -> Line:
 
 def _read_table(path: Path, columns: Sequence[str]) -> Iterator[Line]:
     csv.field_size_limit(MAX_LINE_BYTES)  # its own is short for a document
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiter, before = "\t" if path.suffix.lower() == ".tsv" else ",", 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, delimiter=delimiter, strict=True)
@@ -86,10 +86,16 @@ def _read_table(path: Path, columns: Sequence[str]) -> Iterator[Line]:
             if header is None:
                 return
             _require_header(path, header, columns)
+            before = rows.line_num
             for row in rows:
                 if row:
                     yield _read_row(rows.line_num, header, row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+                before = rows.line_num
+    except csv.Error as error:
+        fix = 'put quotes around a cell that has quotes, and write each of its own twice: "a ""b"""'
+        reason = f"the row that begins in line {before + 1} cannot be read: {error}; {fix}"
+        raise ConfigError(INPUT, str(path), reason) from error
+    except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -126,12 +132,7 @@ def _require_header(path: Path, header: Sequence[str], columns: Sequence[str]) -
         raise ConfigError(INPUT, str(path), f"its column {twice[0]!r} stands twice; name it anew")
     for name in columns:
         if name not in header:
-            near = nearest_names(name, header)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            listed = ", ".join(header) or "none"
-            raise ConfigError(
-                INPUT, str(path), f"has no column {name!r}{hint} the columns are {listed}"
-            )
+            raise ConfigError(INPUT, str(path), f"has {no_column(name, header)}")
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

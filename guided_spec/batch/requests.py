@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from guided_spec.batch.inputs import Line
 from guided_spec.batch.results import Question, digest_of
 from guided_spec.errors import GuidedSpecError
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 from guided_spec.server.endpoints.bodies import ChatBody, CompletionBody, ResponsesBody
 from guided_spec.server.endpoints.reading import read_body
-from guided_spec.server.faults import ApiError, api_error, require_model
+from guided_spec.server.faults import ApiError, api_error, fault_of_ours, require_model
 
 if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.outputs import Completion
@@ -41,7 +41,7 @@ class RequestForm:
 
     model: str
     names: tuple[str, ...]
-    columns: Sequence[str] = ()
+    columns: Sequence[str] = ("custom_id", "url", "body")
 
     def read(self, index: int, line: Line) -> Question:
         """The request of a line. What is at fault is its ``refusal``."""
@@ -91,8 +91,7 @@ class RequestRunner:
             return _response(question.digest, fault.status, fault.body())
         except Exception as error:  # of ours: the other lines are answered
             _LOG.exception("a request of the batch failed")
-            message = f"the server failed: {type(error).__name__}; its log has the details"
-            fault = ApiError(500, message, code="internal_error")
+            fault = fault_of_ours(error)
             return _response(question.digest, fault.status, fault.body())
         return _response(question.digest, 200, reply)
 
@@ -120,8 +119,7 @@ def _fault_of(value: Any) -> str | None:
         return f"the line is no object but {value!r:.80}: write {{{', '.join(_FIELDS)}}}"
     unknown = [name for name in value if name not in _FIELDS]
     if unknown:
-        near = nearest_names(unknown[0], _FIELDS)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(unknown[0], _FIELDS)
         return f"{unknown[0]!r:.80} is no field of a line: it has {', '.join(_FIELDS)}{meant}"
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
@@ -129,8 +127,7 @@ def _fault_of(value: Any) -> str | None:
     if value.get("method", "POST") != "POST":
         return f"method={value['method']!r:.80}: must be POST"
     if not isinstance(value.get("url"), str) or value["url"] not in _BODIES:
-        near = nearest_names(str(value.get("url")), _BODIES, cutoff=0.85)[:1]
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(value.get("url"), _BODIES)
         return f"url={value.get('url')!r:.80}: must be one of {', '.join(_BODIES)}{meant}"
     if not isinstance(value.get("body"), dict):
         return f"body={value.get('body')!r:.80}: must be an object, the request itself"

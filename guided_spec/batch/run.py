@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from guided_spec.batch.inputs import INPUT, Line, Reader, reader_of
 from guided_spec.batch.results import OUTPUT, Question, Register, ResultFile
+from guided_spec.engine.rows.template import require_columns
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:  # these load torch
@@ -175,6 +176,9 @@ class Batch:
             at_fault += question.refusal is not None or not is_first
         if not total:
             raise ConfigError(INPUT, str(self._source), "holds no lines")
+        columns = self._form.columns
+        values = (line.value for line in self._read(self._source, columns))
+        require_columns(INPUT, str(self._source), columns, values)
         return Contents(total, at_fault)
 
     def close(self) -> None:

@@ -44,8 +44,7 @@ class BatchOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             if self.input is None and value is not None:
-                option = f"--{field.name.replace('_', '-')}"
-                raise ConfigError(option, str(value), "needs a file to answer: give --input")
+                raise ConfigError(field.name, str(value), "needs a file to answer: give --input")
         return self.input is not None
 
 
@@ -110,7 +109,7 @@ def _form_of(files: BatchOptions, asked: TextOptions, load: ModelOptions) -> For
         value = getattr(asked, field.name)
         if value != field.default:
             fix = "needs a PROMPT for the columns; requests have it in their bodies"
-            raise ConfigError(f"--{field.name.replace('_', '-')}", str(value), fix)
+            raise ConfigError(field.name, str(value), fix)
     if files.id_column is not None:
         raise ConfigError("--id-column", files.id_column, "needs a PROMPT for the columns")
     try:

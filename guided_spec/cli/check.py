@@ -11,7 +11,7 @@ import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
 from guided_spec.cli.options import read_json, read_text
-from guided_spec.cli.words import spoken
+from guided_spec.cli.words import said
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -96,10 +96,11 @@ def _print(report: dict[str, Any], *, is_schema: bool) -> None:
         if not report["validates"]:
             promise = "outputs may break what is of level error above"
         typer.echo(f"{took}; {promise}")
-        typer.echo(f"additional_properties={report['additional_properties']}: {_keys_of(report)}")
+        closed = f"additional_properties={report['additional_properties']}"
+        typer.echo(f"{said(closed)}: {_keys_of(report)}")
         _print_table(report)
     else:
-        typer.echo(f"{report['error']['type']}: {report['error']['message']}")
+        typer.echo(f"{report['error']['type']}: {said(report['error']['message'])}")
 
 
 def _print_table(report: dict[str, Any]) -> None:
@@ -128,9 +129,6 @@ def _keys_of(report: dict[str, Any]) -> str:
     return f"{kept}; not below {pointers}" if pointers else kept
 
 
-_OPTIONS = {"resources": "--resource"}
-
-
 def _print_finding(finding: dict[str, Any]) -> None:
     """Print its pointer in one unbroken line, and sentences below."""
     pointer = finding["pointer"] or "(the whole schema)"
@@ -138,7 +136,7 @@ def _print_finding(finding: dict[str, Any]) -> None:
     width = min(stdout().width, LONGEST_LINE)
     for name in ("reason", "fix"):
         if finding[name]:
-            text = f"{name}: {spoken(finding[name], _OPTIONS)}"
+            text = f"{name}: {said(finding[name])}"
             typer.echo(_wrapped(text, width))
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from guided_spec.cli.words import log_as_spoken, option_names, spoken
-from guided_spec.errors import BudgetTooSmallError, GuidedSpecError, TextCutShortError
+from guided_spec.cli.words import log_as_spoken, option_names, running, said, told
+from guided_spec.errors import GuidedSpecError
+from guided_spec.kinds import nearest_names
 
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.evaluate.measurement import Measurement
@@ -49,7 +50,8 @@ def report_failures(found: Iterable[Measurement]) -> None:
     """Say on stderr how many requests failed, and why; raise ``typer.Exit`` with 1 if any did."""
     failed = [one for one in found if one.failed]
     for one in failed:
-        stderr().print(f"{one.name}: {one.failed} of {one.requests} requests failed: {one.error}")
+        failures = f"{one.failed} of {one.requests} requests failed: {said(one.error)}"
+        stderr().print(f"{one.name}: {failures}", markup=False)
     if failed:
         raise typer.Exit(1)
 
@@ -67,9 +69,7 @@ def working(words: str) -> Status:
 
 
 @contextmanager
-def failures_as_messages(
-    options: Mapping[str, str] | None = None, *, as_json: bool = False
-) -> Iterator[None]:
+def failures_as_messages(options: Mapping[str, str], *, as_json: bool) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
     options: of the command, by the arguments that messages name.
@@ -79,22 +79,25 @@ def failures_as_messages(
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
     _hide_progress_bars()
-    options = options or {}
+    before = running.set(options)
     try:
         with log_as_spoken(logging.lastResort, options):
             yield
     except GuidedSpecError as error:
-        message = spoken(str(error), options)
-        if isinstance(error, BudgetTooSmallError | TextCutShortError):  # other fixes are Python's
-            message = spoken(f"max_tokens={error.max_tokens}: {error.reason}", options)
-        _print_error(error, message, as_json=as_json)
+        _print_error(error, told(error), as_json=as_json)
         raise typer.Exit(error.exit_code) from error
     except UsageError as error:
+        given = vars(error)
+        if "possibilities" in given:  # typer finds options that are far off, too
+            known = option_names(given["ctx"].command).values()
+            given["possibilities"] = nearest_names(given["option_name"], known)
         if not as_json:
             raise  # typer prints it with the usage
         misuse = cast(typer.BadParameter, error)
         _print_error(misuse, misuse.format_message(), as_json=True)
         raise typer.Exit(misuse.exit_code) from error
+    finally:
+        running.reset(before)
 
 
 def _hide_progress_bars() -> None:

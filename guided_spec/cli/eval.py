@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, report_failures, stderr, working
 from guided_spec.cli.options import ModelOptions, ReportOptions, proposer_list, with_options
+from guided_spec.cli.words import told
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.plots import acceptance_figures
 from guided_spec.types import SamplingParams
@@ -103,7 +104,7 @@ def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
         with _opened(llm, UNTRAINED, draft) as opened:
             opened.close()
     except GuidedSpecError as error:  # better reported now than after the other measurements
-        stderr().print(f"the untrained draft is not measured: {error}")
+        stderr().print(f"the untrained draft is not measured: {told(error)}", markup=False)
         return ["none", "ngram", "auto"]
     return ["none", "ngram", UNTRAINED, "auto"]
 

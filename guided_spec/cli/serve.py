@@ -109,8 +109,7 @@ def _serve_vllm(
     for field in fields(site.limits):
         name, value = field.name, getattr(site.limits, field.name)
         if value != field.default and (name, value) != ("playground", False):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(option, value, "vLLM's server has no such option: leave it out")
+            raise ConfigError(name, value, "vLLM's server has no such option: leave it out")
     given = load.arguments(**others)
     model, proposer, draft = (given.pop(name, None) for name in ("model", "proposer", "draft"))
     wanted = Wanted(model, proposer, draft, given, _read_options(engine_options))

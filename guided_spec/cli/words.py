@@ -6,10 +6,17 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from guided_spec.errors import BudgetTooSmallError, ConfigError, TextCutShortError
+
+# The options of the command that runs, by the arguments that messages name.
+running: ContextVar[Mapping[str, str]] = ContextVar("running", default={})  # noqa: B039
 # A fix in Python's words that a command may not have: it stands last.
 _LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
+# A switch takes no value, and what is repeated or a file is written otherwise here.
+_VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
 # What the library calls the values of some options.
 _ALIASES = {
     "algorithm": "--algorithm",
@@ -22,7 +29,6 @@ _ALIASES = {
     "proposer": "--proposers",
     "resources": "--resource",
 }
-_OTHERS = re.compile(r" \(its output has \w+=\w+\)|, or \w+=\{[^}]*\} to chat")
 
 
 def option_names(command: Any) -> dict[str, str]:
@@ -32,46 +38,52 @@ def option_names(command: Any) -> dict[str, str]:
         named = [name for name in param.opts if name.startswith("--")]
         found[param.name] = named[0] if named else str(param.metavar or param.name).upper()
     aliases = {name: option for name, option in _ALIASES.items() if option in found.values()}
-    found = aliases | found
-    return {name: option for name, option in found.items() if not name.startswith("_")}
+    return {name: one for name, one in (aliases | found).items() if not name.startswith("_")}
 
 
 def spoken(message: str, options: Mapping[str, str]) -> str:
     """A message as a command says it: names of arguments become those of its options."""
-    message = _OTHERS.sub("", message)
     message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
     if not options:
         return message
     # A word without "=" is an argument's name for sure only where it has an underscore.
     given = "|".join(map(re.escape, options))
     listed = "|".join(re.escape(name) for name in options if "_" in name)
-    message = re.sub(rf"(?<![\w'\"./-])({given})=(?= )", lambda m: options[m[1]], message)
-    message = re.sub(rf"(?<![\w'\"./-])({given})(?==)", lambda m: options[m[1]], message)
+    named = rf"(?<![\w'\"./-])({given})=( ?)"
+    message = re.sub(named, lambda m: options[m[1]] + (m[2] or "="), message)
     if listed:
         message = re.sub(rf"(?<![\w'\"./-])({listed})\b(?!\()", lambda m: options[m[1]], message)
-    return message
+    return _VALUES.sub(r"\1", message)
 
 
-class _Spoken(logging.Filter):
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__()
-        self._options = options
+def said(text: str) -> str:
+    """A message of the library in the words of the command that runs."""
+    return spoken(text, running.get())
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.partition(".")[0] == "guided_spec":
-            record.msg, record.args = spoken(record.getMessage(), self._options), ()
-        return True
+
+def told(error: Exception) -> str:
+    """What the command that runs says of an error: its own option, the value as it is, the fix."""
+    options = running.get()
+    if isinstance(error, ConfigError):
+        value = str(error).removeprefix(error.argument).removesuffix(error.fix)
+        return options.get(error.argument, error.argument) + value + said(error.fix)
+    if isinstance(error, BudgetTooSmallError | TextCutShortError):  # other fixes are Python's
+        return f"{options.get('max_tokens', 'max_tokens')}={error.max_tokens}: {error.reason}"
+    return said(str(error))
 
 
 @contextmanager
 def log_as_spoken(handler: logging.Handler | None, options: Mapping[str, str]) -> Iterator[None]:
     """What a handler writes of this package is in the words of a command; None writes nothing."""
-    if handler is None:
-        yield
-        return
-    words = _Spoken(options)
-    handler.addFilter(words)
+
+    def speak(record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] == "guided_spec":
+            record.msg, record.args = spoken(record.getMessage(), options), ()
+        return True
+
+    handler = handler or logging.NullHandler()
+    handler.addFilter(speak)
     try:
         yield
     finally:
-        handler.removeFilter(words)
+        handler.removeFilter(speak)

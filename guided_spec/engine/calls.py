@@ -20,13 +20,16 @@ _Result = TypeVar("_Result")
 
 
 def read_params(
-    params: Any, grammar: Any, default: SamplingParams
+    params: Any, grammar: Any, response_format: Any, default: SamplingParams
 ) -> SamplingParams | Sequence[SamplingParams]:
     """The parameters of a call, with its grammar.
 
     params: a grammar too, where it is a type or a GrammarSpec; None is ``default``. Raises
     ConfigError for two grammars.
     """
+    form = None if response_format is None else GrammarSpec.from_response_format(response_format)
+    if form is not None:  # None: free text
+        grammar = _with({"grammar": grammar}, "grammar", form)["grammar"]
     if _is_grammar(params):
         if grammar is not None:
             raise ConfigError("grammar", grammar, "params is a grammar too; leave one of them out")
@@ -74,10 +77,12 @@ class _Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         params = list(inspect.signature(function).parameters.values())[1:]
-        named = [one for one in params if one.kind is not one.VAR_KEYWORD]
-        self._takes_others = len(named) < len(params)
+        named = [one for one in params if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        self._takes_others = params[-1].kind is inspect.Parameter.VAR_KEYWORD
         self._names = {one.name for one in named}
         self._positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
+        if len(params) - len(named) > self._takes_others:  # the first of those given by kind
+            self._positional.append(named[len(self._positional)].name)
         self._required = [one.name for one in named if one.default is one.empty]
         self._name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         self._is_chat = "messages" in self._names
@@ -85,9 +90,6 @@ class _Signature:
     def sort(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name. Raises ConfigError."""
         found = dict(options)
-        if "grammar" in self._names and (form := found.pop("response_format", None)) is not None:
-            form = GrammarSpec.from_response_format(form)  # None: free text
-            found |= {} if form is None else _with(found, "grammar", form)
         if not self._takes_others:
             self._require_known(found)
         for at, value in enumerate(args):
@@ -100,10 +102,9 @@ class _Signature:
 
     def _require_known(self, options: Mapping[str, Any]) -> None:
         for name in options.keys() - self._names:
-            if not nearest_names(name, self._names, cutoff=0.8):
+            if not nearest_names(name, self._names):
                 require_no_sampling(name, options[name])
-            more = {"response_format"} if "grammar" in self._names else set()
-            require_known(name, options[name], self._names | more)
+            require_known(name, options[name], self._names)
 
     def _name_of(self, at: int, value: Any, *, is_alone: bool) -> str:
         """The argument that a value without a name is. is_alone: no other may be ``params``."""

@@ -120,21 +120,22 @@ class LLM(Homebound):
         self._close = self.home.finalize(self, _close, self._runner, self._grammars)
 
     @named_options
-    def generate(
+    def generate(  # noqa: PLR0913 - what is asked, in which form, and how it comes
         self,
         prompts: Prompts,
-        params: Params | Any = None,
-        *,
+        *_given: Any,
+        params: Params | None = None,
         grammar: Any = None,
+        response_format: Any = None,
         on_error: OnError = "raise",
         progress: bool = False,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
-        params: one for all prompts, or one for each; None is ``default_params``. A type such as a
-            pydantic model, or a GrammarSpec, is these with that ``grammar``.
-        grammar: of all prompts, as ``SamplingParams`` takes it.
+        params: one for all prompts, or one for each; None is ``default_params``.
+        grammar: of all prompts, as ``SamplingParams`` takes it. It and ``params`` need no names.
+        response_format: the grammar as OpenAI writes it.
         on_error: "raise" raises the error of a request that fails before its first token, such as a
             refused schema or a prompt that is too long, and cancels the others; "return" serves
             these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
@@ -149,7 +150,7 @@ class LLM(Homebound):
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        asked = read_params(params, grammar, self.default_params)
+        asked = read_params(params, grammar, response_format, self.default_params)
         with ProgressBar(len(listed), is_shown=progress) as bar:
             for chunk in self._stream(listed, asked, failures, manner):
                 collector.add(chunk)
@@ -160,13 +161,14 @@ class LLM(Homebound):
         return collector.outputs()
 
     @named_options
-    def map(
+    def map(  # noqa: PLR0913 - as of generate
         self,
         rows: Iterable[Any],
-        params: SamplingParams | Any = None,
-        *,
+        *_given: Any,
+        params: SamplingParams | None = None,
         prompt: str | None = None,
         grammar: Any = None,
+        response_format: Any = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
@@ -180,7 +182,7 @@ class LLM(Homebound):
         Yields the outputs in the order of the rows, with the row's number as ``prompt_index``.
         Leaving the loop early cancels what is in flight. Raises as ``generate`` does.
         """
-        asked: Any = read_params(params, grammar, self.default_params)
+        asked: Any = read_params(params, grammar, response_format, self.default_params)
         window = SLOTS_AHEAD * self.load.num_slots
         wanted = RowMap(rows, prompt, asked, window, on_error)
         total = len(rows) if isinstance(rows, Sized) else None
@@ -190,6 +192,7 @@ class LLM(Homebound):
     def chat(
         self,
         messages: Sequence[Message],
+        *_given: Any,
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
@@ -215,6 +218,7 @@ class LLM(Homebound):
     async def achat(
         self,
         messages: Sequence[Message],
+        *_given: Any,
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
@@ -226,6 +230,7 @@ class LLM(Homebound):
     def stream_chat(
         self,
         messages: Sequence[Message],
+        *_given: Any,
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[ChatChunk]:
@@ -242,6 +247,7 @@ class LLM(Homebound):
     async def astream_chat(
         self,
         messages: Sequence[Message],
+        *_given: Any,
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[ChatChunk]:
@@ -256,6 +262,7 @@ class LLM(Homebound):
     def prepare_chat(
         self,
         messages: Sequence[Message],
+        *_given: Any,
         tools: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatRequest:
@@ -270,9 +277,10 @@ class LLM(Homebound):
     def stream(
         self,
         prompts: Prompts,
-        params: Params | Any = None,
-        *,
+        *_given: Any,
+        params: Params | None = None,
         grammar: Any = None,
+        response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> Iterator[Chunk]:
@@ -284,7 +292,7 @@ class LLM(Homebound):
         """
         failures = Failures.at_any_time(on_error)
         manner = Manner(is_streamed=True, is_traced=trace)
-        asked = read_params(params, grammar, self.default_params)
+        asked = read_params(params, grammar, response_format, self.default_params)
         return self._stream(split_prompts(prompts), asked, failures, manner)
 
     def _stream(
@@ -306,9 +314,10 @@ class LLM(Homebound):
     async def agenerate(
         self,
         prompts: Prompts,
-        params: Params | Any = None,
-        *,
+        *_given: Any,
+        params: Params | None = None,
         grammar: Any = None,
+        response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> list[RequestOutput]:
@@ -317,7 +326,7 @@ class LLM(Homebound):
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=False, is_traced=trace)
-        asked = read_params(params, grammar, self.default_params)
+        asked = read_params(params, grammar, response_format, self.default_params)
         matched = match_params(asked, len(listed))
         submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         stream = achunks(submit, listed, matched, failures, manner)
@@ -330,9 +339,10 @@ class LLM(Homebound):
     async def astream(
         self,
         prompts: Prompts,
-        params: Params | Any = None,
-        *,
+        *_given: Any,
+        params: Params | None = None,
         grammar: Any = None,
+        response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
@@ -340,7 +350,7 @@ class LLM(Homebound):
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
         manner = Manner(is_streamed=True, is_traced=trace)
-        asked = read_params(params, grammar, self.default_params)
+        asked = read_params(params, grammar, response_format, self.default_params)
         matched = match_params(asked, len(listed))
         submit = partial(self.submit, words=await self._encoder.bad_words_aside(matched))
         # Closed here: else the requests would run until the garbage collector comes by.

@@ -354,8 +354,8 @@ def _is_raised(on_error: str) -> bool:
 def warn_of_shortening() -> None:
     """Say once in a process that a text was shortened, and how to see which ones are."""
     _LOG.warning(
-        "a text was ended early to be whole within max_tokens (its output has was_shortened=True), "
-        "so that values in it may be cut short. This is said once: allow more tokens"
+        "a text was ended early to be whole within max_tokens, so that values in it may be cut "
+        "short; its output's was_shortened says so. This is said once: allow more tokens"
     )
 
 

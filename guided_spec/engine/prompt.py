@@ -138,8 +138,8 @@ class PromptEncoder:
         template = template_text(self._tokenizer, variables)
         if not template:
             raise PromptError(
-                "prompt is a chat, but the tokenizer has no chat template: pass text to generate, "
-                'or chat_template_kwargs={"chat_template": ...} to chat, or take a model for chats'
+                "prompt is a chat, but the tokenizer has no chat template: take a model for chats, "
+                'pass text to generate, or pass chat_template_kwargs={"chat_template": ...} to chat'
             )
         read = read_messages(messages, template)
         try:

@@ -360,7 +360,7 @@ def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> Proposer
     stop_ids = end_of_text_ids(target.model, tokenizer)
     return ProposerContext(
         vocabulary=Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids),
-        encode=_speller(tokenizer),
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         tokenizer=tokenizer,
         target=target.model,
         config=config,
@@ -458,11 +458,6 @@ def _bundled_draft(proposer: str) -> str:
     """What the bundled target drafts with, by the names in a proposer's spec."""
     heads = [name for name in re.split("[:+]", proposer) if name in BUNDLED_HEADS]
     return bundled_asset(heads[0] if heads else "draft")
-
-
-def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Text to token ids, without special tokens around it."""
-    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def find_tokenizer(model: Any, options: Options) -> Any:

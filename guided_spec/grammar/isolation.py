@@ -432,26 +432,26 @@ class _Bench:
     def _rules_of(self, compiled: CompiledGrammar) -> HandedRules | Exception:
         from guided_spec.grammar.completion.deferred_endings import HandedRules
         from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
-        from guided_spec.grammar.completion.rule_endings import read_source
+        from guided_spec.grammar.completion.rule_endings import ReadRules, read_source
         from guided_spec.grammar.completion.rules import source_of
 
         try:
             source = source_of(compiled)
             spelling = self._spellings.of(source.named)
-            found = read_source(source, spelling)
-            if not found.agrees(compiled, source.named, self._spellings.of(frozenset())):
+            endings, plain = read_source(source, spelling), self._spellings.of(frozenset())
+            if not ReadRules.of(endings).agrees(compiled, source.named, plain):
                 raise UnreadableGrammarError("its matchers begin with other tokens")
-            handed = HandedRules.pack(found, spelling, source.named)
+            handed = HandedRules.pack(endings, source.named)
             _require_short(handed.rules)
         except (UnreadableGrammarError, EndLostError) as error:
             return error.with_traceback(None)
         return handed
 
     def _read(self, source: RuleSource) -> ReadRules:
-        from guided_spec.grammar.completion.rule_endings import read_source
+        from guided_spec.grammar.completion.rule_endings import ReadRules, read_source
 
         spelling = self._spellings.of(source.named)
-        found = read_source(source, spelling)
+        found = ReadRules.of(read_source(source, spelling))
         found.shortest.by_tokens(spelling.num_tokens)  # goes along
         _require_short(pickle.dumps(found))
         return found

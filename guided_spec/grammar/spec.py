@@ -10,13 +10,12 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema.lowered import AdditionalProperties
-from guided_spec.kinds import require_field_kinds, require_kind, require_known_fields
+from guided_spec.kinds import did_you_mean, require_field_kinds, require_kind, require_known_fields
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
@@ -333,9 +332,7 @@ _FIELDS: dict[str, Collection[str]] = {
 def _of_format(given: dict[str, Any]) -> GrammarSpec | None:
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in _FIELDS:
-        near = get_close_matches(str(kind), _FIELDS, n=1)
-        meant = f"did you mean {near[0]}? It " if near else ""
-        fix = f"{meant}must be text, json_object, json_schema, regex_schema or structural_tag"
+        fix = f"must be one of {', '.join(_FIELDS)}{did_you_mean(kind, _FIELDS)}"
         if kind is None or kind in ("object", "array", "string"):
             fix += '; a JSON schema goes into {"type": "json_schema", "json_schema": {"schema": …}}'
         raise ConfigError("response_format.type", kind, fix)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.attention.slot_attention import Chunk
+from guided_spec.ops.attention.slot_attention import Window
 
 UNMASKED = ("linear_attention", "conv")  # layers that keep a state
 
@@ -26,9 +26,7 @@ class MaskBuilder:
     Raises ModelError for an attention implementation that takes no 4-D mask.
     """
 
-    def __init__(
-        self, config: Any, layer_types: list[str], windows: Mapping[str, int | Chunk]
-    ) -> None:
+    def __init__(self, config: Any, layer_types: list[str], windows: Mapping[str, Window]) -> None:
         implementation = config.get_text_config(decoder=True)._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise ModelError(
@@ -59,10 +57,8 @@ class MaskBuilder:
         if kind in UNMASKED:
             return None
         visible, window = causal, self._windows.get(kind)
-        if isinstance(window, Chunk):
-            visible = causal & (keys // window.size == queries // window.size)
-        elif window is not None:
-            visible = causal & (keys > queries - window)
+        if window is not None:
+            visible = causal & (keys >= window.first(queries))
         if not self._is_additive:
             return visible
         hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)

@@ -364,18 +364,17 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def find_file(path: str | Path, name: str, revision: str | None) -> str | None:
-    """Where a file of a folder or a repository of the hub is; None where it has no such."""
+    """Where a file of a folder or a repository of the hub is; None where it has no such.
+
+    None, too, where a hub has no such repository: the reason shows where the model is loaded.
+    """
     if Path(path).is_dir():
         file = Path(path) / name
         return str(file) if file.is_file() else None
-    found = cached_file(
-        str(path),
-        name,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        found = cached_file(str(path), name, revision=revision)
+    except (OSError, ValueError):
+        return None
     return None if found is None else str(found)
 
 

@@ -258,7 +258,7 @@ def load_fp8(
     stored = config.quantization_config
     config.quantization_config = {"quant_method": METHOD, "linears": sorted(scales)}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **arguments)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **{**arguments, "config": config})
     except _OthersError:
         return None
     finally:

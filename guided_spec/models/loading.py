@@ -113,11 +113,8 @@ def _without_bars() -> Iterator[None]:
 
 def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:
     """target: where to put all of the model; None leaves that to ``arguments``."""
-    same = _config_of_same(path, arguments)
-    if same is not None:
-        arguments = {**arguments, "config": same}
-    if target is not None and _is_quantized(path, arguments):
-        config = _config_of(path, arguments)
+    config, arguments = _with_config(path, arguments)
+    if target is not None and _is_quantized(config, arguments):
         recipe = _fp8_recipe(config, arguments) if target.type in FP8_DEVICES else None
         loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
         if loaded is not None:
@@ -158,10 +155,9 @@ def _fp8_recipe(config: Any, arguments: dict[str, Any]) -> Fp8Recipe | None:
     return Fp8Recipe.of(stored)
 
 
-def _is_quantized(path: str | Path, arguments: dict[str, Any]) -> bool:
-    if arguments.get("quantization_config") is not None:
-        return True
-    return getattr(_config_of(path, arguments), "quantization_config", None) is not None
+def _is_quantized(config: Any, arguments: dict[str, Any]) -> bool:
+    kept = getattr(config, "quantization_config", None)
+    return arguments.get("quantization_config", kept) is not None
 
 
 def _config_of_same(path: str | Path, arguments: dict[str, Any]) -> Any:
@@ -174,19 +170,21 @@ def _config_of_same(path: str | Path, arguments: dict[str, Any]) -> Any:
     with suppress(ValueError):  # transformers says what is wrong with it
         values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     kind = values.get("model_type")
-    if kind in CONFIG_MAPPING or kind not in _SAME_AS or "config" in arguments:
+    if kind in CONFIG_MAPPING or kind not in _SAME_AS:
         return None
     values |= {"model_type": _SAME_AS[kind], "name_or_path": str(path)}
     values.pop("auto_map", None)
     return CONFIG_MAPPING[_SAME_AS[kind]].from_dict(values)
 
 
-def _config_of(path: str | Path, arguments: dict[str, Any]) -> Any:
-    if "config" in arguments:
-        return arguments["config"]
+def _with_config(path: str | Path, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and the arguments with it if transformers would not find it itself."""
+    config = arguments.get("config") or _config_of_same(path, arguments)
+    if config is not None:
+        return config, {**arguments, "config": config}
     names = ("revision", "trust_remote_code")
     known: dict[str, Any] = {name: arguments[name] for name in names if name in arguments}
-    return _config_of_same(path, known) or AutoConfig.from_pretrained(str(path), **known)
+    return AutoConfig.from_pretrained(str(path), **known), arguments
 
 
 def _load_merged(
@@ -206,7 +204,8 @@ def _load_merged(
     revision = arguments.pop("revision", None)
     if settings.get("revision") is not None:
         arguments["revision"] = settings["revision"]
-    if _is_quantized(base, arguments):
+    config, arguments = _with_config(base, arguments)
+    if _is_quantized(config, arguments):
         fix = "merge it into the whole model, save that, and quantize it"
         raise ModelError(f"{shown}, which would be rounded in a quantized base model: {fix}")
     from peft import PeftModel  # an extra

@@ -21,7 +21,7 @@ from guided_spec.models.slot_lm import stock_slots
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import StockSlots
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SlotIndex
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.kernels import has_triton
 
@@ -124,9 +124,7 @@ def _tried(
     """
     try:
         slots = stock_slots(model, TRIAL_SLOTS, max_length)
-        windows = slots.cache.windows.values()
-        sizes = (one.size if isinstance(one, Chunk) else one for one in windows)
-        longest = max([TRIAL_LENGTH, *(2 * size for size in sizes)])
+        longest = max([TRIAL_LENGTH, *(2 * one.size for one in slots.cache.windows.values())])
         if max_length > longest:
             slots = stock_slots(model, TRIAL_SLOTS, longest)
         trial = SlotTrial(slots)

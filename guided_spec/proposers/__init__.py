@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
 from guided_spec.errors import ConfigError, UnknownProposerError
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 
 if TYPE_CHECKING:  # names are listed where torch is not loaded
     from guided_spec.core import Proposer, ProposerContext, SimpleProposer
@@ -116,9 +116,8 @@ def _require_argument_allowed(name: str, argument: str) -> None:
 
 def _unknown(name: str) -> UnknownProposerError:
     names = proposer_names()
-    near = nearest_names(name, names)[:1]
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return UnknownProposerError("proposer", name, f"must be one of {', '.join(names)}{meant}")
+    fix = f"must be one of {', '.join(names)}{did_you_mean(name, names)}"
+    return UnknownProposerError("proposer", name, fix)
 
 
 def build_proposer(spec: str, context: ProposerContext) -> Proposer:

@@ -213,7 +213,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Respond to a conversation."""
         handler = await service.workers.run(lambda: ResponseHandler(service, body))
-        return await _answered(request, body, handler)
+        return await _answered(request, body, handler, error_name="error")
 
     @app.get("/v1/responses/{response_id}", responses={200: {"model": ResponseReply}})
     async def response(response_id: str) -> Response:

@@ -203,8 +203,13 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _fault_of_ours(_request: Request, error: Exception) -> Response:
-        message = f"the server failed: {type(error).__name__}; its log has the details"
-        return ApiError(500, message, code="internal_error").response()
+        return fault_of_ours(error).response()
+
+
+def fault_of_ours(error: Exception) -> ApiError:
+    """The client's error for one that nothing here raises on purpose."""
+    message = f"the server failed: {type(error).__name__}; its log has the details"
+    return ApiError(500, message, code="internal_error")
 
 
 def unreadable_body() -> ApiError:

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from guided_spec.errors import GuidedSpecError
-from guided_spec.server.faults import ApiError, api_error, json_response, stopping
+from guided_spec.server.faults import ApiError, api_error, fault_of_ours, json_response, stopping
 from guided_spec.server.middleware import Message, Receive, Send
 from guided_spec.server.spans import current_span
 
@@ -143,6 +143,9 @@ class EventStream(Response):
             fault = api_error(error)
         except ApiError as error:
             fault = error
+        except Exception as error:
+            await self._send_end(send, fault_of_ours(error))
+            raise  # for the log
         await self._send_end(send, fault)
 
     async def _send_end(self, send: Send, fault: ApiError | None) -> None:

@@ -104,7 +104,9 @@ def test_parquet(tmp_path: Path) -> None:
         ("rows.csv", b"a,a\n", (), "its column 'a' stands twice"),
         ("rows.csv", b"note\n1\n", ("notes",), r"no column 'notes'; did you mean note\? the col"),
         ("rows.csv", b"a\n\xff\n", ("a",), "cannot be read: 'utf-8' codec"),
-        ("rows.csv", b'a\n"1', ("a",), "cannot be read: unexpected end of data"),
+        ("rows.csv", b'a\n"1', ("a",), "begins in line 2 cannot be read: unexpected end of data"),
+        ("rows.csv", b'a,b\n"x\ny",z\n\n"4" inch,5\n', (), 'begins in line 5 .*twice: "a ""b"""'),
+        ("rows.tsv", b'a\tb\n1\t"2\n3\t4"x\n', (), "begins in line 2 cannot be read"),
         ("rows.parquet", b"nothing", ("a",), "cannot be read: Parquet"),
     ],
 )

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from guided_spec.batch.inputs import Line
+from guided_spec.batch.inputs import Line, reader_of
 from guided_spec.batch.requests import RequestForm
 from guided_spec.batch.run import Batch
 from guided_spec.engine.llm import LLM
@@ -157,3 +159,14 @@ def test_a_fault_of_ours_costs_one_line(llm: LLM, tmp_path: Path) -> None:
     found = answers(broken, tmp_path, lines)
     codes = sorted(answer["response"]["status_code"] for answer in found)
     assert codes == [200, 200, 500]
+
+
+def test_requests_in_parquet(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi", "name": None}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    path, form = tmp_path / "requests.parquet", RequestForm("m", ("m",))
+    parquet.write_table(pyarrow.Table.from_pylist([line]), path)
+    (read,) = reader_of(path)(path, form.columns)
+    question = form.read(1, read)
+    assert (question.custom_id, question.refusal) == ("a", None)
+    assert question.content.messages[0]["content"] == "hi"

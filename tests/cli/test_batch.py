@@ -178,6 +178,21 @@ def test_what_is_refused_before_a_model_is_loaded(
     assert not output.exists()
 
 
+@pytest.mark.usefixtures("no_model")
+def test_a_column_that_no_line_has(model: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"nam": "a", "id": 1}\n5\n{\n{"other": "b"}\n')
+    for arguments, said in (
+        (("{name}",), "has no column 'name'; did you mean nam? the columns are nam, id, other"),
+        (("{nam}", "--id-column", "key"), "has no column 'key'; the columns are nam, id, other"),
+        ((), "has no column 'custom_id'; the columns are nam, id, other; rows need a prompt"),
+    ):
+        result = batch(model, source, output, *arguments)
+        assert result.exit_code == 1
+        assert said in " ".join(result.stderr.split())
+        assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -127,7 +127,7 @@ def test_check_says_which_keys_are_written(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps({"allOf": parts}))
         printed = CliRunner().invoke(app, ["check", str(path)]).stdout
-        assert "additional_properties=closed: only declared keys" in printed
+        assert "--additional-properties=closed: only declared keys" in printed
         assert said in printed
     arguments = ["check", str(path), "--additional-properties", "schema"]
     report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)

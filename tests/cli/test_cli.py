@@ -417,7 +417,7 @@ def test_requests_that_fail_are_told_apart(model: str, tmp_path: Path) -> None:
     result = run("bench", "--workload", str(some), *arguments, *sampled, "--json")
     (row,) = json_lines(result)
     assert (result.exit_code, row["requests"], row["failed"], row["valid"]) == (1, 2, 1, 1.0)
-    assert row["error"] in result.stderr
+    assert row["error"].replace("max_model_len", "--max-model-len") in result.stderr
 
 
 def test_bench_of_no_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
-from guided_spec.cli.words import log_as_spoken, option_names, spoken
+from guided_spec.cli.words import log_as_spoken, option_names, running, spoken, told
 from guided_spec.errors import BudgetTooSmallError, ConfigError, TextCutShortError
 from guided_spec.server.listening import bind, close, listen
 
@@ -34,9 +35,9 @@ GENERATE = option_names(GROUP.commands["generate"])
         ("a: b, or pass complete=False", "a: b"),
         ('no: use another, or pass chat_template_kwargs={"chat_template": ...}', "no: use another"),
         ("no: it is another's; pass tokenizer= the model's own", "no: it is another's"),
-        ("no: pass text, or chat_template_kwargs={...} to chat, or take", "no: pass text, or take"),
+        ("no: pass text, or pass chat_template_kwargs={...} to chat", "no: pass text"),
+        ("code; pass trust_remote_code=True if so", "code; pass --trust-remote-code if so"),
         ("max_tokens=3: allow more", "--max-tokens=3: allow more"),
-        ("a text (its output has was_shortened=True), so", "a text, so"),
         ("/a/draft=b and 'model=c' stay", "/a/draft=b and 'model=c' stay"),
     ],
 )
@@ -66,13 +67,42 @@ def test_mistakes_before_a_model_is_loaded(arguments: list[str], said: str) -> N
     assert said in " ".join(result.output.split())
 
 
+@pytest.fixture
+def generating() -> Iterator[None]:
+    token = running.set(GENERATE)
+    yield
+    running.reset(token)
+
+
+@pytest.mark.usefixtures("generating")
+def test_a_value_is_shown_as_it_is() -> None:
+    error = ConfigError("regex", "max_tokens=(draft= )", "is broken, or raise max_tokens")
+    assert told(error) == "--regex='max_tokens=(draft= )': is broken, or raise --max-tokens"
+    assert told(ConfigError("other", 5, "pass max_tokens=3")) == "other=5: pass --max-tokens=3"
+
+
+@pytest.mark.usefixtures("generating")
 @pytest.mark.every_case
 @pytest.mark.parametrize("error", [BudgetTooSmallError(3, 9), TextCutShortError(3, 9)], ids=str)
 def test_errors_of_a_text(error: Exception) -> None:
-    said = spoken(str(error), GENERATE)
+    said = told(error)
     assert said.startswith("--max-tokens=3: ")
     assert "complete=" not in said
     assert "on_short" not in said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--text", "No such option: --text"),
+        ("--modle", "No such option: --modle (Possible options: --model)"),
+        ("--max-new-tokens", "No such option: --max-new-tokens (Possible options: --max-tokens)"),
+    ],
+)
+def test_options_that_are_near_enough(option: str, said: str) -> None:
+    shown = CliRunner().invoke(app, ["generate", "--json", "A", option, "3"]).stdout
+    assert json.loads(shown)["error"]["message"] == said
 
 
 def test_the_log_is_in_these_words_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,28 +77,29 @@ def test_asyncio_takes_them_too(llm: LLM) -> None:
 
 
 def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
-    any_llm: Any = llm  # as a type checker would refuse some of them
+    """Type checkers, of which one reads this, take all of these calls too."""
     short = SamplingParams(max_tokens=40)
     chat: Any = [{"role": "user", "content": "on"}]
     plain: Any = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
     outputs = {
-        any_llm.generate("on", grammar=Contact, params=short)[0].text,
-        any_llm.generate("on", Contact, short)[0].text,
-        any_llm.generate("on", short, Contact)[0].text,
-        any_llm.generate("on", Contact, params=short)[0].text,
-        any_llm.generate("on", short, response_format=Contact)[0].text,
-        next(any_llm.map(["on"], Contact, short)).text,
-        next(any_llm.map(["on"], short, response_format=Contact)).text,
-        "".join(chunk.text for chunk in any_llm.stream("on", Contact, short)),
-        asyncio.run(any_llm.agenerate("on", Contact, short))[0].text,
-        any_llm.chat(chat, None, Contact, params=short, **plain).text,
-        any_llm.chat(chat, Contact, short, **plain).text,
-        any_llm.chat(chat, short, response_format=Contact, **plain).text,
-        list(any_llm.stream_chat(chat, Contact, short, **plain))[-1].completion.text,
-        asyncio.run(any_llm.achat(chat, Contact, short, **plain)).text,
+        llm.generate("on", grammar=Contact, params=short)[0].text,
+        llm.generate("on", Contact, short)[0].text,
+        llm.generate("on", short, Contact)[0].text,
+        llm.generate("on", Contact, params=short)[0].text,
+        llm.generate("on", short, response_format=Contact)[0].text,
+        next(llm.map(["on"], Contact, short)).text,
+        next(llm.map([{"word": "on"}], short, Contact, prompt="{word}")).text,
+        next(llm.map(["on"], short, response_format=Contact)).text,
+        "".join(chunk.text for chunk in llm.stream("on", Contact, short)),
+        asyncio.run(llm.agenerate("on", Contact, short))[0].text,
+        llm.chat(chat, None, Contact, params=short, **plain).text,
+        llm.chat(chat, Contact, short, **plain).text,
+        llm.chat(chat, short, response_format=Contact, **plain).text,
+        "".join(chunk.text for chunk in llm.stream_chat(chat, Contact, short, **plain)),
+        asyncio.run(llm.achat(chat, Contact, short, **plain)).text,
     }
     assert len(outputs) == 1
-    assert any_llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
+    assert llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
 
 
 @pytest.mark.every_case
@@ -159,7 +160,7 @@ def test_strings_are_a_choice(llm: LLM) -> None:
         (lambda: SamplingParams(stop=b"x"), r"^stop=b'x': must be a str"),  # type: ignore[arg-type]
         (
             lambda: GrammarSpec.from_response_format({"type": "json_schem"}),
-            r"^response_format.type='json_schem': did you mean json_schema\?",
+            r"^response_format.type='json_schem': .*; did you mean json_schema\?",
         ),
         (
             lambda: GrammarSpec.from_response_format({"type": "object", "properties": {}}),
@@ -280,7 +281,7 @@ def test_fields_of_sampling_parameters(field: str, near: str) -> None:
 
 
 def test_a_chat_without_a_template(llm: LLM) -> None:
-    with pytest.raises(GuidedSpecError, match=r"no chat template: pass text to generate, or chat_"):
+    with pytest.raises(GuidedSpecError, match=r"no chat template: take a model .* or pass chat_t"):
         llm.chat([{"role": "user", "content": "on"}])
 
 

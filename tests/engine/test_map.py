@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from datetime import date
+from decimal import Decimal
 from itertools import count
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.rows.row_map import SLOTS_AHEAD
+from guided_spec.engine.rows.template import PromptTemplate
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -80,7 +83,7 @@ def test_errors_of_rows(llm: LLM) -> None:
     outputs = list(llm.map(rows, SHORT, prompt="{a}", on_error="return"))
     found = ["" if output.error is None else str(output.error) for output in outputs]
     assert [bool(text) for text in found] == [False, True, True, True, True, False]
-    assert found[1].startswith("the row has no column 'a': the columns are b")
+    assert found[1].startswith("the row has no column 'a'; the columns are b")
     assert found[2] == "the row has nothing in column 'a': give it a text"
     assert found[3] == "the row is 5, and not an object with columns"
     assert "only 191 fit" in found[4]
@@ -88,6 +91,34 @@ def test_errors_of_rows(llm: LLM) -> None:
         list(llm.map(rows, SHORT, prompt="{a}"))
     assert caught.value.__notes__ == ['row 1, counted from 0; on_error="return" serves the others']
     until_idle(llm)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (date(2020, 1, 2), "2020-01-02"),
+        (Decimal("1.50"), "1.50"),
+        ([date(2020, 1, 2), "é"], '["2020-01-02", "é"]'),
+        (True, "true"),
+        (b"x", None),
+        ({"k": [b"x"]}, None),
+    ],
+)
+def test_values_as_text(value: Any, text: str | None) -> None:
+    template = PromptTemplate("{a}")
+    if text is not None:
+        assert template.fill({"a": value}) == text
+        return
+    with pytest.raises(PromptError, match="column 'a' is no text: it holds bytes"):
+        template.fill({"a": value})
+
+
+def test_a_column_that_no_row_has(llm: LLM) -> None:
+    options: Any = {"prompt": "{a}{nmae}", "on_error": "return"}
+    reason = r"^prompt='{a}{nmae}': the rows have no column 'nmae'; did you mean name\? the columns"
+    with pytest.raises(ConfigError, match=reason):
+        llm.map([{"a": "x"}, 5, {"name": "x"}], SHORT, **options)
 
 
 def test_rows_that_fail_cancel_the_others(llm: LLM) -> None:

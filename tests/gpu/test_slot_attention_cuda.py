@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from guided_spec.ops.attention.slot_attention import Chunk, slot_attention
+from guided_spec.ops.attention.slot_attention import Window, slot_attention
 from guided_spec.ops.linear.experts import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
 from tests.slot_lines import Case, SharedPrefix, Span, Unused, kept_positions, make, places_of
@@ -20,7 +20,7 @@ LENGTH, BLOCK = 200, 32
 
 
 def case(
-    batch: int, heads: tuple[int, int], tokens: int, width: int, window: int | Chunk | None = None
+    batch: int, heads: tuple[int, int], tokens: int, width: int, window: Window | None = None
 ) -> Case:
     """Rows of about ``tokens``; with two or more, the last slot's text is cut into two rows."""
     source = torch.Generator().manual_seed(batch)
@@ -77,8 +77,10 @@ def test_groups_of_heads(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [1, 7, 64, 100, Chunk(7), Chunk(64)])
-def test_windows(window: int | Chunk, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "window", [*map(Window, (1, 7, 64, 100)), Window(7, is_chunk=True), Window(64, is_chunk=True)]
+)
+def test_windows(window: Window, dtype: torch.dtype) -> None:
     compare(case(7, (8, 2), 6, 64, window), dtype)
 
 
@@ -95,8 +97,8 @@ def test_blocks_of_any_size(block: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 50, Chunk(50)])
-def test_prompts(window: int | Chunk | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, Window(50), Window(50, is_chunk=True)])
+def test_prompts(window: Window | None, dtype: torch.dtype) -> None:
     for batch, tokens in ((1, 300), (3, 150)):
         compare(case(batch, (8, 2), tokens, 128, window), dtype)
 

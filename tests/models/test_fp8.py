@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_texts_are_those_of_the_same_numbers_in_float32(
     torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
     prompts = prompts_of([5, 11, 1], VOCAB, 0)
     assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
+@torch.inference_mode()
+def test_a_model_that_transformers_knows_by_another_name(tmp_path: Path) -> None:
+    whole = write_fp8(tmp_path, make("deepseek_v3"), FORMS["qwen"])
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "kimi_k2"}))
+    model: Any = load_model(tmp_path, device="cpu")
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

@@ -68,6 +68,19 @@ def test_a_hub_that_answers_is_asked_once(asked: list[str]) -> None:
     assert asked == [repo]
 
 
+@pytest.mark.parametrize("source", ["-7", "a b", "a--b", "x/y/z", "x" * 100])
+def test_what_no_hub_can_have(
+    source: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del asked
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for name in ("model", "tokenizer", "draft"):
+            options: Any = {name: source} | ({"proposer": "draft_model"} if name == "draft" else {})
+            with pytest.raises(ModelError, match=f"^{name}='{source}'"):
+                LLM(**options)
+
+
 def test_offline_nothing_is_asked(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_hub("model='no/model'", "no/model", None)

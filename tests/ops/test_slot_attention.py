@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.attention.slot_attention import (
-    Chunk,
     KeyValues,
+    Window,
     slot_attention,
     store_keys_values,
 )
@@ -57,9 +57,10 @@ def attend_once(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | Non
 
 def first_seen(case: Case, position: int) -> int:
     """The first position that a token sees from its own."""
-    if isinstance(case.window, Chunk):
-        return position // case.window.size * case.window.size
-    return 0 if case.window is None else max(position + 1 - case.window, 0)
+    if case.window is None:
+        return 0
+    size, is_chunk = case.window
+    return position // size * size if is_chunk else max(position + 1 - size, 0)
 
 
 def by_hand(case: Case, data: Data) -> Tensor:
@@ -189,9 +190,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     cut = KeyValues(buffers.keys[:, :, 1:], buffers.values[:, :, 1:])
     with pytest.raises(ConfigError, match="contiguous"):
         slot_attention(query, new, cut, places, scale=1.0)
-    with pytest.raises(ConfigError, match="window=0"):
-        slot_attention(query, new, buffers, places, scale=1.0, window=0)
-    with pytest.raises(ConfigError, match=r"window=Chunk\(size=0\): must be at least 1"):
-        slot_attention(query, new, buffers, places, scale=1.0, window=Chunk(0))
+    with pytest.raises(ConfigError, match=r"window=Window\(size=0, .*\): must be at least 1"):
+        slot_attention(query, new, buffers, places, scale=1.0, window=Window(0))
     with pytest.raises(ConfigError, match=r"sinks=\(2,\): must be \[4\]"):
         slot_attention(query, new, buffers, places, scale=1.0, sinks=torch.zeros(2))

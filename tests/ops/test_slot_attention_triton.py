@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings, strategies as st
-from guided_spec.ops.attention.slot_attention import Chunk, slot_attention as reference
+from guided_spec.ops.attention.slot_attention import Window, slot_attention as reference
 from guided_spec.ops.attention.slot_attention_triton import Tiling, choose_tiling, slot_attention
 from tests.slot_lines import SharedPrefix, Case, Span, cases, kept_positions, make
 
@@ -36,6 +36,7 @@ def poisoned(*args, **kwargs):
 
 torch.Tensor.new_empty = poisoned
 WHOLE_TILES = Case(2, 3, 24, 70, 16, [Span(1, 33, 7), Span(0, 5, 1), Span(2, 60, 7)])
+CHUNK = Window(5, is_chunk=True)
 SHARED = WHOLE_TILES._replace(
     spans=[Span(1, 33, 7), Span(0, 5, 1), Span(3, 50, 3), Span(2, 60, 7), Span(1, 40, 2)],
     alike=(SharedPrefix((2, 1), 2), SharedPrefix((3,), 3)),
@@ -46,8 +47,8 @@ SHARED = WHOLE_TILES._replace(
 @example(WHOLE_TILES, torch.float16, False, TILINGS)
 @example(SHARED, torch.float16, False, TILINGS)
 @example(SHARED._replace(has_sinks=True), torch.float32, True, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=3), torch.float32, False, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=Chunk(5)), torch.float32, False, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=Window(3)), torch.float32, False, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=CHUNK), torch.float32, False, TILINGS[:3])
 @given(
     cases(70, [8, 16, 24, 48, 64]),
     st.sampled_from(list(TOLERANCE)),

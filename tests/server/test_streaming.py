@@ -84,3 +84,16 @@ def test_an_error_is_an_event_and_the_stream_still_ends(error: Exception) -> Non
         assert events.is_closed
 
     asyncio.run(main())
+
+
+def test_a_fault_of_the_server_is_an_event_too() -> None:
+    async def main() -> None:
+        client, events = Client(), Events(RuntimeError("secret"))
+        with pytest.raises(RuntimeError):  # for the log
+            await answer(client, events.come())
+        assert client.pieces[-1] == LAST
+        assert b"the server failed: RuntimeError" in client.pieces[-2]
+        assert b"secret" not in client.pieces[-2]
+        assert events.is_closed
+
+    asyncio.run(main())

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from guided_spec.engine.chats.template import EACH, TemplateReads, template_reads
+from guided_spec.engine.chats.template import EACH, THINKING, TemplateReads, template_reads
 from guided_spec.errors import ConfigError, UnknownOptionError
-from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
+from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OF_ALL = frozenset({"role", "content", "name", "cache_control"})
@@ -20,7 +20,6 @@ _OF_ROLE = {
 _OF_CALL = frozenset({"id", "type", "function", "custom", "index"})
 _OF_FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
 _OF_CUSTOM = frozenset({"name", "input"})
-THINKING = ("enable_thinking", "thinking")
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _OF_PART = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
 _OF_CACHES = frozenset({"cache_control", "prompt_cache_breakpoint"})  # they change nothing
@@ -100,8 +99,7 @@ def _part_text(path: str, part: Any) -> str:
         raise ConfigError(path, part, 'must be a dict such as {"type": "text", "text": "..."}')
     kind = part.get("type", "text")
     if kind not in (*_PARTS, "refusal"):
-        near = nearest_names(kind, _PARTS, cutoff=0.8)[:1] if isinstance(kind, str) else []
-        meant = f": did you mean {near[0]}?" if near else ", in parts of the type text"
+        meant = did_you_mean(kind, _PARTS, lead=": ") or ", in parts of the type text"
         raise ConfigError(f"{path}.type", kind, f"this model reads text{meant}")
     name = "refusal" if kind == "refusal" else "text"
     known = {"type", name} if kind == "refusal" else _OF_PART
@@ -173,9 +171,7 @@ def require_variables(given: Mapping[str, Any], template: str, others: Collectio
         if name in THINKING and value is False:
             continue
         if name not in known and name not in others and value is not None:
-            near = nearest_names(name, known) if isinstance(name, str) else []
             own = sorted(known - {"messages", "tools", "bos_token", "eos_token", *others})
-            listed = f"it reads {', '.join(own)}" if own else "it reads none"
-            meant = f"did you mean {' or '.join(near)}?" if near else listed
-            fix = f"this model's chat template does not read it, leave it out; {meant}"
+            meant = did_you_mean(name, own) or f"; it reads {', '.join(own) or 'none'}"
+            fix = f"this model's chat template does not read it, leave it out{meant}"
             raise UnknownOptionError(f"chat_template_kwargs.{name}", value, fix)

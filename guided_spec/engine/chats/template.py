@@ -17,6 +17,14 @@ from guided_spec.errors import PromptError
 EACH = "[]"
 """In a path: any item of what stands before it."""
 
+# What templates are told besides the messages: whether to think, how much, and how much to say.
+THINKING = frozenset({"enable_thinking", "thinking"})
+PLAIN = "medium"  # OpenAI's default, which asks for nothing
+STYLES = {
+    "reasoning_effort": ("none", "minimal", "low", PLAIN, "high", "xhigh", "max"),
+    "verbosity": ("low", PLAIN, "high"),
+}
+
 _Path = tuple[str, ...]
 _MESSAGE: _Path = ("messages", EACH)
 _LONGEST = 8  # of a path: a template may walk down what refers to itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from guided_spec.engine.outputs import (
     cancel_all,
 )
 from guided_spec.engine.rows.progress import ProgressBar
-from guided_spec.engine.rows.template import PromptTemplate
+from guided_spec.engine.rows.template import PromptTemplate, require_columns
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.types import SamplingParams
 
@@ -50,6 +50,9 @@ class RowMap:
             raise ConfigError("params", params, "must be one SamplingParams, for all rows")
         self._rows = rows
         self._template = None if template is None else PromptTemplate(template)
+        if self._template is not None and isinstance(rows, Sized):
+            columns = self._template.columns
+            require_columns("prompt", template, columns, rows, has="the rows have")
         self._params = params
         self._window = window
         self._failures = Failures.before_the_first_token(on_error)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 
 
 class _Part(NamedTuple):
@@ -35,12 +35,6 @@ class PromptTemplate:
         """The names in braces, each once, in their order."""
         return list(dict.fromkeys(part.column for part in self._parts if part.column is not None))
 
-    def require_columns(self, columns: Collection[str]) -> None:
-        """Raise ConfigError for a name that is not one of these."""
-        for name in self.columns:
-            if name not in columns:
-                raise ConfigError("prompt", f"{{{name}}}", _missing(name, columns))
-
     def fill(self, row: Any) -> str:
         """The prompt of one row. Raises PromptError for a value that is missing or is no text."""
         if not isinstance(row, Mapping):
@@ -51,29 +45,52 @@ class PromptTemplate:
         )
 
 
+def require_columns(
+    argument: str, value: object, wanted: Sequence[str], rows: Iterable[Any], has: str = "has"
+) -> None:
+    """Raise ConfigError for a column that no row has; they are read until all are known."""
+    missing, known = wanted, dict[str, None]()
+    for row in rows:
+        if isinstance(row, Mapping):
+            known |= dict.fromkeys(row)
+            missing = [name for name in missing if name not in row]
+            if not missing:
+                return
+    if missing and known:
+        raise ConfigError(argument, value, f"{has} {no_column(missing[0], known)}")
+
+
+def no_column(name: str, columns: Iterable[Any]) -> str:
+    """What an error says of a column that is not there."""
+    listed = ", ".join(map(str, columns)) or "none"
+    meant = did_you_mean(name, columns) or ";"
+    fix = "rows need a prompt with their columns in braces, where {{ is a brace"
+    return f"no column {name!r}{meant} the columns are {listed}; {fix}"
+
+
 def column_text(row: Mapping[str, Any], name: str) -> str:
-    """A value as text: strings as they are, numbers, lists and objects as JSON.
+    """A value as text: strings and dates as they are, numbers, lists and objects as JSON.
 
     Raises PromptError.
     """
     if name not in row:
-        raise PromptError(f"the row has no column {name!r}: {_missing(name, row)}")
+        raise PromptError(f"the row has {no_column(name, row)}")
     value = row[name]
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, bytes | bytearray):
-        kind = "nothing" if value is None else "bytes"
-        raise PromptError(f"the row has {kind} in column {name!r}: give it a text")
+    if value is None:
+        raise PromptError(f"the row has nothing in column {name!r}: give it a text")
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        is_json = isinstance(value, int | float | list | tuple | Mapping)
+        return json.dumps(value, ensure_ascii=False, default=_plain) if is_json else _plain(value)
     except (ValueError, RecursionError) as error:
         raise PromptError(f"the row's column {name!r} is no text: {error}") from error
 
 
-def _missing(name: str, columns: Collection[str]) -> str:
-    near = nearest_names(name, list(columns))
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}the columns are {', '.join(map(str, columns)) or 'none'}; write {{{{ for a brace"
+def _plain(value: object) -> str:
+    if isinstance(value, bytes | bytearray):
+        raise ValueError("it holds bytes")
+    return str(value)
 
 
 def _parts(text: str) -> list[_Part]:

@@ -208,7 +208,7 @@ class EndingsCache:
 
     def read_here(self, source: RuleSource) -> ReadRules:
         """What a grammar's rules say, see ``read_source``."""
-        return read_source(source, self._spellings.of(source.named))
+        return ReadRules.of(read_source(source, self._spellings.of(source.named)))
 
     def _make(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import Endings
-from guided_spec.grammar.completion.rule_endings import Longest, ParseStates, ReadRules, RuleEndings
+from guided_spec.grammar.completion.rule_endings import ParseStates, RuleEndings
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.text.row_filter import Probe
 
@@ -31,14 +31,10 @@ class HandedRules(NamedTuple):
     rules: bytes
 
     @classmethod
-    def pack(cls, found: ReadRules, spelling: Spelling, named: frozenset[int]) -> HandedRules:
-        """spelling: with the tokens that are ``named``. Raises EndLostError."""
-        shortest, states = found.shortest, ParseStates(found.shortest)
-        size = spelling.num_tokens
-        longest = Longest(shortest.texts, shortest.by_tokens(size), size)
-        cost = size(states.start.text) + 1
-        rest = longest.of(states.start)
-        return cls(cost, rest, longest.is_lasting, named, pickle.dumps(shortest))
+    def pack(cls, endings: RuleEndings, named: frozenset[int]) -> HandedRules:
+        """endings: whose spelling has the tokens that are ``named``."""
+        start, longest, rules = endings.start, endings.by_tokens, pickle.dumps(endings.shortest)
+        return cls(endings.cost(start), longest.of(start), longest.is_lasting, named, rules)
 
 
 @final

@@ -378,11 +378,11 @@ class RuleEndings(Endings):
 
     def __init__(self, states: ParseStates, spelling: Spelling) -> None:
         self.vocab_size = spelling.vocab_size
-        self._states = states
+        self.shortest, self._states = states.shortest, states
         self._spelling = spelling
         self.table = lru_cache(maxsize=_TABLES)(self._make)
         self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
-        self._by_bytes = Longest(states.shortest.texts, states.shortest.by_bytes, len)
+        self._by_bytes = Longest(self.shortest.texts, self.shortest.by_bytes, len)
 
     @property
     def is_filling_up(self) -> bool:
@@ -436,12 +436,13 @@ class RuleEndings(Endings):
     def _longest(self, state: ParseState, remaining: int) -> Longest:
         """The bound by bytes, as if each took a token, where that many remain; else by tokens."""
         by_bytes = self._by_bytes
-        return by_bytes if by_bytes.of(state) + 1 < remaining else self._by_tokens
+        return by_bytes if by_bytes.of(state) + 1 < remaining else self.by_tokens
 
     @cached_property
-    def _by_tokens(self) -> Longest:
-        size, shortest = self._spelling.num_tokens, self._states.shortest
-        return Longest(shortest.texts, shortest.by_tokens(size), size)
+    def by_tokens(self) -> Longest:
+        """The most tokens that may be missing after one."""
+        size = self._spelling.num_tokens
+        return Longest(self.shortest.texts, self.shortest.by_tokens(size), size)
 
     def _most_of(self, state: ParseState) -> int:
         return (
@@ -562,6 +563,10 @@ class ReadRules(NamedTuple):
     shortest: RuleTexts
     first: NDArray[np.int32]
 
+    @classmethod
+    def of(cls, endings: RuleEndings) -> ReadRules:
+        return cls(endings.shortest, endings.legal(endings.start))
+
     def agrees(self, compiled: CompiledGrammar, named: frozenset[int], spelling: Spelling) -> bool:
         """Whether the grammar's matchers begin with the same tokens.
 
@@ -573,7 +578,7 @@ class ReadRules(NamedTuple):
         return np.array_equal(self.first & told, own & told)
 
 
-def read_source(source: RuleSource, spelling: Spelling) -> ReadRules:
+def read_source(source: RuleSource, spelling: Spelling) -> RuleEndings:
     """Read a grammar's rules, and what they say about any text of it.
 
     spelling: with the tokens that the source names.
@@ -585,5 +590,4 @@ def read_source(source: RuleSource, spelling: Spelling) -> ReadRules:
     marks = frozenset({NO_TEXT} if source.named else ())  # a mark is one token
     if not shortest.shortest_bytes - marks <= spelling.single_bytes:
         raise UnreadableGrammarError("a byte of its shortest texts is no token")
-    endings = RuleEndings(ParseStates(shortest), spelling)
-    return ReadRules(shortest, endings.legal(endings.start))
+    return RuleEndings(ParseStates(shortest), spelling)

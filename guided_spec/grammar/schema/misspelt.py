@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import Any
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.dialect import subschemas
 from guided_spec.grammar.schema.lowered import Unenforced, escape
+from guided_spec.kinds import slips_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,9 +36,8 @@ _OTHERS = (
 )
 _KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
 _SPELLED = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
+_LONG = 5  # letters: of short ones "note" would be as much like "not"
 _MOST_SCHEMAS, _MOST_UNKNOWN = 4_096, 1_024  # of one document that are looked at
-# "propertys" is so much like "properties"; of short ones "note" would be as much like "not".
-_LIKE, _LONG = 0.84, 5
 
 
 def misspelt(schema: Any) -> Iterator[Unenforced]:
@@ -65,20 +64,16 @@ def misspelt(schema: Any) -> Iterator[Unenforced]:
 
 
 @lru_cache(maxsize=1024)
-def _meant(keyword: str) -> str | None:
+def _meant(given: str) -> str | None:
     """The keyword that this one is most like; None where it is like none, or meant for others."""
-    if keyword.startswith(("x-", "x_", "_")) or not 3 <= len(keyword) <= 24:
+    if given.startswith(("x-", "x_", "_")) or not 3 <= len(given) <= 24:
         return None
-    plain = keyword.lower().replace("_", "").replace("-", "")
-    base = plain.removeprefix("$")
-    forms = [base, base.removesuffix("s"), f"{base}s"]
-    if len(base) > 3:  # two letters in each other's place
-        forms += [
-            base[:at] + base[at + 1] + base[at] + base[at + 2 :] for at in range(len(base) - 1)
-        ]
-    found = difflib.get_close_matches(plain, _SPELLED, n=1, cutoff=_LIKE)
-    alike = [one for one in forms if one in _SPELLED] or [one for one in found if len(one) >= _LONG]
-    return _SPELLED[alike[0]] if alike else None
+    plain = "".join(letter for letter in given if letter not in "$-_")
+    near = {known: far for known in _SPELLED if (far := slips_of(plain, known)) is not None}
+    for known in sorted(near, key=near.__getitem__):
+        if len(known) >= _LONG or len(plain) <= len(known) or plain == known + "s":
+            return _SPELLED[known]
+    return None
 
 
 def require_spelled(argument: str, schema: Any, *, strict: bool) -> None:

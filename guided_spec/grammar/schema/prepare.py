@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import jsonschema
@@ -41,6 +40,7 @@ from guided_spec.grammar.schema.lowered import (
 from guided_spec.grammar.schema.misspelt import misspelt
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.steps import spend, spend_on_value
+from guided_spec.kinds import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,8 +118,7 @@ def _type_fault(given: Any) -> str | None:
     wrong = [one for one in listed if isinstance(one, str) and one not in _TYPES]
     if not wrong:
         return None
-    near = get_close_matches(wrong[0].lower(), _TYPES, n=1)
-    meant = f", did you mean {near[0]!r}?" if near else ":"
+    meant = did_you_mean(wrong[0].lower(), _TYPES, lead=", ") or ":"
     return f"{wrong[0]!r} is no type{meant} the types are {', '.join(_TYPES)}"
 
 

@@ -21,7 +21,7 @@ from guided_spec.grammar.tools.custom import (
 )
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import (
-    nearest_names,
+    did_you_mean,
     require_kind,
     require_known_fields,
     require_one_of,
@@ -132,8 +132,7 @@ def _tool_of_name(choice: str, tools: Sequence[Tool]) -> Tool:
         if tool.name == choice:
             return tool
     names = [tool.name for tool in tools]
-    near = nearest_names(choice, [*_WORDS, *names])[:1]
-    meant = f"; did you mean {near[0]}?" if near else ""
+    meant = did_you_mean(choice, [*_WORDS, *names])
     fix = f"is not one of the tools: {_some(names)}; nor is it {', '.join(_WORDS)}{meant}"
     raise ConfigError("tool_choice", choice, fix)
 
@@ -167,9 +166,7 @@ def _chosen(path: str, kind: str, name: str, tools: Sequence[Tool]) -> Tool:
     """The tool of a kind and name."""
     names = [tool.name for tool in tools]
     if name not in names:
-        near = nearest_names(name, names)[:1]
-        meant = f"; did you mean {near[0]}?" if near else ""
-        fix = f"is not one of the tools: {_some(names)}{meant}"
+        fix = f"is not one of the tools: {_some(names)}{did_you_mean(name, names)}"
         raise ConfigError(f"{path}.{kind}.name", name, fix)
     tool = tools[names.index(name)]
     if tool.kind != kind:

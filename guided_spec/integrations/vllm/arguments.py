@@ -5,7 +5,6 @@ Also as the command line of vLLM's own server, for ``guided-spec serve --engine 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -31,7 +30,7 @@ from guided_spec.integrations.vllm.plugin import (
     requested,
     require_plugin,
 )
-from guided_spec.kinds import nearest_names
+from guided_spec.kinds import did_you_mean
 
 RENAMED = {
     "data_parallel_size": "data_parallel_size",
@@ -170,9 +169,8 @@ def speculative(
     name = proposer.removeprefix(FORCED)
     if name not in METHODS:
         names = f"{NO_DRAFTS}, ngram, {LOOKUP}, {', '.join(METHODS)}, or {FORCED}eagle3"
-        near = nearest_names(proposer, [NO_DRAFTS, "ngram", LOOKUP, *METHODS])
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError("proposer", proposer, f"{meant}engine='vllm' has {names}")
+        meant = did_you_mean(proposer, [NO_DRAFTS, "ngram", LOOKUP, *METHODS])
+        raise ConfigError("proposer", proposer, f"engine='vllm' has {names}{meant}")
     found: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens}
     if METHODS[name] is not None:
         found["method"] = METHODS[name]
@@ -232,9 +230,8 @@ def _require_option(name: str, value: Any, theirs: Collection[str]) -> None:
         if name in theirs and name not in _TAKEN:
             fix = f"is vLLM's own; pass engine_options={{{name!r}: ...}}"
             raise UnknownOptionError(name, value, fix)
-        near = nearest_names(name, [*RENAMED, *_OURS, *_REFUSED])
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        fix = f"is no option; {meant}{listed}; vLLM's others go into engine_options"
+        meant = did_you_mean(name, [*RENAMED, *_OURS, *_REFUSED]) or ";"
+        fix = f"is no option{meant} {listed}; vLLM's others go into engine_options"
         raise UnknownOptionError(name, value, fix)
     harmless, fix = _REFUSED[name]
     if not any(value is one or value == one for one in harmless):
@@ -250,9 +247,8 @@ def _require_engine_option(name: str, value: Any, given: Collection[str]) -> Non
 
 def _require_known(name: str, value: Any, known: Collection[str] | None) -> None:
     if known is not None and name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        fix = f"did you mean {near[0]!r}?" if near else "see its AsyncEngineArgs"
-        reason = f"this release of vLLM has no such argument; {fix}"
+        fix = did_you_mean(name, known) or "; see its AsyncEngineArgs"
+        reason = f"this release of vLLM has no such argument{fix}"
         raise ConfigError(f"engine_options[{name!r}]", value, reason)
 
 

@@ -46,7 +46,7 @@ from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, Rotation, SlotIndex
+from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
@@ -124,7 +124,7 @@ class PackedDecoder:
     runs_as = "packed forwards"
 
     def __init__(
-        self, model: PreTrainedModel, max_length: int, windows: Sequence[int | Chunk | None]
+        self, model: PreTrainedModel, max_length: int, windows: Sequence[Window | None]
     ) -> None:
         stock: Any = model
         decoder: Any = find_decoder(model)
@@ -150,7 +150,7 @@ class PackedDecoder:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, max_length: int, windows: Sequence[int | Chunk | None]
+        cls, model: PreTrainedModel, max_length: int, windows: Sequence[Window | None]
     ) -> PackedDecoder | None:
         """The packed form of ``model``; None where the model is not of the kind it serves."""
         return cls(model, max_length, windows) if _is_served(model) else None
@@ -268,22 +268,20 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
 
-def _packed(layer: Any, window: int | Chunk | None) -> Layer:
+def _packed(layer: Any, window: Window | None) -> Layer:
     if hasattr(layer, "linear_attn"):
         return PackedDelta(layer.linear_attn, layer.mlp)
     return attending_layer(layer, window)
 
 
-def attending_layer(
-    layer: Any, window: int | Chunk | None = None
-) -> PackedLayer | PackedLatentLayer:
+def attending_layer(layer: Any, window: Window | None = None) -> PackedLayer | PackedLatentLayer:
     """The packed form of a stock layer that attends, for which ``fits_packed``."""
     if _is_latent(layer.self_attn):
         return PackedLatentLayer(layer.self_attn, layer.mlp)
     return PackedLayer(layer.self_attn, layer.mlp, window)
 
 
-def _kind(layer: Any, window: int | Chunk | None, rotation: Rotation) -> Hashable:
+def _kind(layer: Any, window: Window | None, rotation: Rotation) -> Hashable:
     """A key that is equal for layers whose forwards launch the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     tensors = tuple(

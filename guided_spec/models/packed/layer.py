@@ -22,12 +22,12 @@ from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.ops.attention.slot_attention import (
-    Chunk,
     HeadNorms,
     KeyValues,
     QkvShape,
     Rotation,
     SlotIndex,
+    Window,
     slot_attention,
 )
 from guided_spec.ops.delta_rule import (
@@ -68,7 +68,7 @@ class PackedLayer:
     window: of sliding attention, None for all keys.
     """
 
-    def __init__(self, attention: Any, mlp: Any, window: int | Chunk | None = None) -> None:
+    def __init__(self, attention: Any, mlp: Any, window: Window | None = None) -> None:
         size: int = attention.head_dim
         queries, keys = (
             linear.out_features // size for linear in (attention.q_proj, attention.k_proj)

@@ -36,7 +36,7 @@ from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.kv_cache import unscaled_length
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SlotIndex, slot_attention
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, Window, slot_attention
 from guided_spec.ops.delta_rule import DeltaStates
 
 SLOT_ATTENTION = "guided_spec_slots"
@@ -139,23 +139,23 @@ def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
         raise ModelError(f"model_type={kind!r}: attention over slots does not look ahead")
 
 
-def _window(module: nn.Module, passed: int | None) -> int | Chunk | None:
-    """The window or chunk of a layer; ``passed`` by the model to its attention function.
+def _window(module: nn.Module, passed: int | None) -> Window | None:
+    """The window of a layer; ``passed`` by the model to its attention function.
 
     A model may pass its window in layers that do not slide, where its mask would not cut.
     """
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        return passed
+        return None if passed is None else Window(passed)
     layer: Any = module.layer_idx
     if types[layer] == "full_attention":
         return None
     if types[layer] == "sliding_attention" and passed is not None:
-        return passed
+        return Window(passed)
     chunk = getattr(config, "attention_chunk_size", None)
     if types[layer] == "chunked_attention" and chunk is not None:
-        return Chunk(chunk)
+        return Window(chunk, is_chunk=True)
     raise ModelError(
         f"model_type={_model_type(module)!r}: layer {layer} is of type {types[layer]!r} and passes "
         "no window to its attention function, so attention over slots cannot apply it"

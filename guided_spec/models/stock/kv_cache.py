@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import UNMASKED
 from guided_spec.models.stock.state_rules import RecordedCall, take_recorded
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues, Window
 from guided_spec.ops.host import to_device, zeros_on_demand
 
 VIEW_BUCKET = 64
@@ -508,8 +508,8 @@ def unscaled_length(config: Any) -> int | None:
     return int(text_config.floor_scale) - 1
 
 
-def read_layers(config: Any) -> tuple[list[str], dict[str, int | Chunk]]:
-    """The type of each layer of the decoder, and the window or chunk of each type that has one.
+def read_layers(config: Any) -> tuple[list[str], dict[str, Window]]:
+    """The type of each layer of the decoder, and the window of each type that has one.
 
     Raises ModelError when layers of one type have different windows.
     """
@@ -518,14 +518,14 @@ def read_layers(config: Any) -> tuple[list[str], dict[str, int | Chunk]]:
     types, options = read(text_config)
     if isinstance(options, dict):  # 5.17: one for all layers
         options = [options] * len(types)
-    windows: dict[str, int | Chunk] = {}
+    windows: dict[str, Window] = {}
     for kind, option in zip(types, options, strict=True):
         if kind in ("sliding_attention", "chunked_attention"):
-            size = option["sliding_window"]  # transformers names both so
-            window = Chunk(size) if kind == "chunked_attention" else size
+            # transformers names both so
+            window = Window(option["sliding_window"], is_chunk=kind == "chunked_attention")
             if windows.setdefault(kind, window) != window:
                 raise ModelError(
                     f"model_type={config.model_type!r}: its {kind} layers have different windows "
-                    f"({windows[kind]} and {window}), which is not supported"
+                    f"({windows[kind].size} and {window.size}), which is not supported"
                 )
     return types, windows

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
 
+Position = TypeVar("Position", int, Tensor)
 MOST_IN_PLACE = 32  # queries of a head of keys; for more, torch's attention over a copy is faster
 
 
@@ -90,9 +91,7 @@ class SlotIndex:
     fits: bool = False
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
-    _seen: dict[tuple[int, int], list[SeenRow]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _seen: dict[Any, list[SeenRow]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def positions(self) -> Tensor:
@@ -119,23 +118,21 @@ class SlotIndex:
         tables = self.tables[slots.clamp_min(0)]
         return Pages(starts, lengths.where(used, 0).int(), tables)
 
-    def seen(self, block: int, window: int = 0) -> list[SeenRow]:
-        """What each used row sees; window: see ``window_code``."""
+    def seen(self, block: int, window: Window | None = None) -> list[SeenRow]:
+        """What each used row sees."""
         if (block, window) not in self._seen:
             self._seen[block, window] = list(self._see(block, window))
         return self._seen[block, window]
 
-    def _see(self, block: int, window: int) -> Iterator[SeenRow]:
+    def _see(self, block: int, window: Window | None) -> Iterator[SeenRow]:
         first = 0
         for slot, start, end in self.rows.T.tolist():
-            count, low = end - first, max(start - window + 1, 0) if window > 0 else 0
-            if window < 0:
-                low = start - start % -window
+            count, low = end - first, 0 if window is None else max(window.first(start), 0)
             # All between the first position that the first token sees and the last of the last one.
             seen = range(low, min(start + count, self.max_length))
             if count > 0 and slot >= 0 and seen:
                 asking = range(start, start + count)
-                visible = _visible(asking, seen, window, self.rows.device)
+                visible = _visible(asking, seen, window, self.rows)
                 blocks = self.tables[slot, seen.start // block : -(-seen.stop // block)]
                 listed = blocks.tolist()
                 is_one_piece = listed == [*range(listed[0], listed[0] + len(listed))]
@@ -232,10 +229,18 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-class Chunk(NamedTuple):
-    """A token sees those before it from the last multiple of ``size`` positions on (Llama 4)."""
+class Window(NamedTuple):
+    """How many positions a token sees, itself included.
+
+    is_chunk: it sees those from the last multiple of ``size`` on instead (Llama 4).
+    """
 
     size: int
+    is_chunk: bool = False
+
+    def first(self, position: Position) -> Position:
+        """The first one that the token at ``position`` sees; below 0 where it sees all."""
+        return position - (position % self.size if self.is_chunk else self.size - 1)
 
 
 def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
@@ -245,7 +250,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     index: SlotIndex,
     *,
     scale: float,
-    window: int | Chunk | None = None,
+    window: Window | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[N, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
@@ -254,16 +259,15 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         of the buffers; None where they are in the blocks already (``store_keys_values``). Hq is a
         multiple of Hkv. buffers: the layer's; written to. index: see ``SlotIndex``. All on one
         device.
-    scale: positive, multiplies the scores. window: how many positions a token sees, itself
-        included, or the chunk of positions that it sees its own of; None: all.
+    scale: positive, multiplies the scores. window: the positions that a token sees; None: all.
     sinks: [Hq], a score of each head that takes its share of the softmax and adds nothing to the
         sum, as of gpt-oss (Xiao et al., "Efficient streaming language models with attention
         sinks", 2023); None for none.
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, after p - window; zeros come out where it sees none. An unused token writes nothing
-    that is ever seen, and its output may be anything. Positions that no token sees may hold
+    a window, from ``window.first(p)`` on; zeros come out where it sees none. An unused token writes
+    nothing that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
     Scores, softmax and sums are float32. For inference: it has no gradient. Never waits for the
@@ -281,9 +285,10 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     return _attend(query, buffers, index, scale, window, sinks)
 
 
-def window_code(window: int | Chunk | None) -> int:
+def window_code(window: Window | None) -> int:
     """As kernels take it: 0 for none, -size for a chunk."""
-    return -window.size if isinstance(window, Chunk) else window or 0
+    size = 0 if window is None else window.size
+    return -size if window is not None and window.is_chunk else size
 
 
 def store_keys_values(new: KeyValues, buffers: KeyValues, index: SlotIndex) -> None:
@@ -297,7 +302,7 @@ def _check(
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
-    window: int | Chunk | None,
+    window: Window | None,
     sinks: Tensor | None,
 ) -> None:
     heads, size = buffers.keys.shape[1], buffers.keys.shape[3]
@@ -312,7 +317,7 @@ def _check(
             raise ConfigError(
                 "buffers", tuple(buffer.shape), "must have equal shapes and be contiguous"
             )
-    if window is not None and (window[0] if isinstance(window, Chunk) else window) < 1:
+    if window is not None and window.size < 1:
         raise ConfigError("window", window, "must be at least 1, or None")
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ConfigError("sinks", tuple(sinks.shape), f"must be [{query.shape[1]}], one a head")
@@ -323,11 +328,11 @@ def _attend(
     buffers: KeyValues,
     index: SlotIndex,
     scale: float,
-    window: int | Chunk | None,
+    window: Window | None,
     sinks: Tensor | None,
 ) -> Tensor:
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    for row in index.seen(buffers.keys.shape[2], window_code(window)):
+    for row in index.seen(buffers.keys.shape[2], window):
         asked, heads = query[row.tokens].float(), buffers.keys.shape[1]
         is_short = asked.shape[0] * asked.shape[1] <= MOST_IN_PLACE * heads
         if is_short and row.first is not None and sinks is None:
@@ -340,16 +345,14 @@ def _attend(
     return attended
 
 
-def _visible(asking: range, seen: range, window: int, device: torch.device) -> Tensor | None:
+def _visible(asking: range, seen: range, window: Window | None, like: Tensor) -> Tensor | None:
     """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all."""
-    if len(asking) == 1 and not window and seen.stop <= asking.start + 1:
+    if len(asking) == 1 and window is None and seen.stop <= asking.start + 1:
         return None
-    positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
-    stored = torch.arange(seen.start, seen.stop, device=device)
+    positions = torch.arange(asking.start, asking.stop, device=like.device).unsqueeze(1)
+    stored = torch.arange(seen.start, seen.stop, device=like.device)
     visible = stored <= positions
-    if window < 0:
-        return visible & (stored // -window == positions // -window)
-    return visible & (stored > positions - window) if window else visible
+    return visible if window is None else visible & (stored >= window.first(positions))
 
 
 def _attend_row(

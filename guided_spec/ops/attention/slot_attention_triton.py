@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import Chunk, KeyValues, SlotIndex, window_code
+from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, Window, window_code
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -117,7 +117,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     index: SlotIndex,
     *,
     scale: float,
-    window: int | Chunk | None = None,
+    window: Window | None = None,
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from guided_spec.engine.chats.template import template_reads
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import nearest_names, require_kind, require_known_fields, require_one_of
+from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, Number, Objects, Stops, Strict, Whole
 from guided_spec.server.endpoints.values import USUAL_OF_TOOL, chat_of, require_usual
 from guided_spec.server.faults import ApiError, invalid_value
@@ -212,11 +212,8 @@ def _block(block: Any, path: str) -> str:
         "thinking": _OF_THOUGHT,
     }
     if kind not in fields:
-        near = nearest_names(str(kind), fields, cutoff=0.8)[:1]
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise _fault(
-            path, f"this model reads text, calls and their results, not {kind!r:.40}{meant}"
-        )
+        told = f"this model reads text, calls and their results, not {kind!r:.40}"
+        raise _fault(path, told + did_you_mean(kind, fields))
     require_known_fields(path, block, fields[kind])
     _require_cache(path, block)
     require_kind(f"{path}.is_error", block.get("is_error"), bool | None)

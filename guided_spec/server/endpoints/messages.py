@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from guided_spec.engine.chats.template import template_reads
-from guided_spec.kinds import nearest_names
+from guided_spec.engine.chats.template import PLAIN, STYLES, THINKING, template_reads
+from guided_spec.kinds import did_you_mean
 from guided_spec.server.faults import invalid_value
 
 _LOG = logging.getLogger(__name__)
@@ -30,13 +30,6 @@ def template_variables(
     return dict(given or {})
 
 
-_PLAIN = "medium"  # OpenAI's default, which asks for nothing
-_STYLES = {
-    "reasoning_effort": ("none", "minimal", "low", _PLAIN, "high", "xhigh", "max"),
-    "verbosity": ("low", _PLAIN, "high"),
-}
-
-
 def style_variables(
     reasoning_effort: str | None, verbosity: str | None, template: str
 ) -> dict[str, Any]:
@@ -51,18 +44,17 @@ def style_variables(
     asked = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
     variables: dict[str, Any] = {}
     for name, value in asked.items():
-        if value is None or (name not in named and value == _PLAIN):
+        if value is None or (name not in named and value == PLAIN):
             continue
-        known = _STYLES[name]
+        known = STYLES[name]
         if value not in known and (name not in named or f"'{value}'" not in quoted):
-            near = nearest_names(value, known)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            fix = f"this model's chat template does not read it; {name} is {_listed(known)}{meant}"
+            fix = f"this model's chat template does not read it; {name} is {_listed(known)}"
+            fix += did_you_mean(value, known)
             raise invalid_value(f"{name}={value!r:.40}: {fix}", name)
         if name in named:
             variables[name] = value
-        elif name == "reasoning_effort" and "enable_thinking" in named:
-            variables["enable_thinking"] = value != "none"
+        elif name == "reasoning_effort" and named & THINKING:
+            variables |= dict.fromkeys(named & THINKING, value != "none")
         elif value != "none":
             _say_unread(name, value)
     return variables

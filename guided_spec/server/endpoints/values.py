@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import described, nearest_names
+from guided_spec.kinds import described, did_you_mean
 from guided_spec.server.endpoints.bodies import ChatBody, Strict
 from guided_spec.server.faults import ApiError, invalid_value
 
@@ -83,8 +83,7 @@ def _reason(fault: Mapping[str, Any]) -> str:
         return _REASONS[name].format_map(context)
     if name == "literal_error":
         known = re.findall("'([^']*)'", context["expected"])
-        near = nearest_names(fault["input"], known)[:1] if isinstance(fault["input"], str) else []
-        return f"must be {context['expected']}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"must be {context['expected']}" + did_you_mean(fault["input"], known)
     kind = _KINDS.get(name.partition("_")[0])
     if kind is not None:
         return f"must be {described(kind)}"
@@ -100,11 +99,9 @@ def _unknown(kind: type[BaseModel], at: Sequence[str | int], value: Any) -> ApiE
     path, name = shown_path(at), str(at[-1])
     known = {field.alias or own for own, field in kind.model_fields.items()}
     elsewhere = kind.elsewhere.get(name) if issubclass(kind, Strict) else None
-    near = nearest_names(name, known) if elsewhere is None else [elsewhere]
-    listed = (
-        f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(sorted(known))}"
-    )
-    message = f"{path}={_SHOWN.repr(value)}: is not known here, leave it out; {listed}"
+    meant = did_you_mean(name, known) if elsewhere is None else f"; did you mean {elsewhere}?"
+    listed = meant or f"; there is {', '.join(sorted(known))}"
+    message = f"{path}={_SHOWN.repr(value)}: is not known here, leave it out{listed}"
     return ApiError(400, message, code="unknown_parameter", param=path)
 
 

@@ -34,6 +34,7 @@ from guided_spec.models.heads.block.model import BlockHead, BlockIndex, Sight
 from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
+from guided_spec.ops.attention.slot_attention import Window
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.algorithms.heads import (
     HeadTraining,
@@ -231,8 +232,7 @@ def read_and_mask(
     """
     assert head.mask_hidden is not None
     assert head.layout.mask_token_id is not None
-    count, length = width - 1, token_ids.shape[1]
-    index = BlockIndex.of(starts, count)
+    length, index = token_ids.shape[1], BlockIndex.of(starts, width - 1)
     masks = torch.full_like(index.position, head.layout.mask_token_id)
     unknown = head.features(head.mask_hidden).expand(*masks.shape, -1)
     text = torch.arange(length, device=starts.device)
@@ -240,7 +240,7 @@ def read_and_mask(
     def see(window: int | None) -> Tensor:
         read = unroll_mask(length, 0, window=window, device=starts.device)
         read = functional.pad(read, (0, masks.shape[1])).expand(len(starts), 1, -1, -1)
-        sight = Sight(is_causal=True, window=window)
+        sight = Sight(is_causal=True, window=None if window is None else Window(window))
         return torch.cat([read, index.visible(sight, length)], 2)
 
     hidden = torch.cat([head.features(states), unknown], 1)
@@ -252,7 +252,7 @@ def read_and_mask(
         recompute=recompute,
     )
     read, masked = outputs.tensor_split([length], 1)
-    return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], count)))
+    return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], width - 1)))
 
 
 def _make_block(

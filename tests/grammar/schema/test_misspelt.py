@@ -27,6 +27,7 @@ KEYWORDS = ["properties", "required", "additionalProperties", "items", "enum", "
         ("requird", "required"),
         ("min_length", "minLength"),
         ("maxlength", "maxLength"),
+        ("MinLength", "minLength"),
         ("oneof", "oneOf"),
         ("enums", "enum"),
         ("item", "items"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import openai
@@ -11,12 +13,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from guided_spec.engine.chat import ChatChunk, ToolCallDelta
+from guided_spec.engine.outputs import Chunk
+from guided_spec.errors import GrammarStateError
 from guided_spec.server.endpoints.bodies import ResponsesBody
 from guided_spec.server.endpoints.messages import style_variables
 from guided_spec.server.endpoints.replies import CallItem, MessageItem, ReasoningItem
 from guided_spec.server.endpoints.responses import ResponseItems
 from guided_spec.server.endpoints.responses_bodies import as_chat
 from guided_spec.server.faults import ApiError
+from guided_spec.server.service import Service
 from tests.server.running import ASK, BOOK, Contact, Running
 
 TEXT = ASK[0]["content"]
@@ -75,6 +80,32 @@ def test_events(served: Running, options: Any) -> None:
         deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert deltas == (item.get("arguments") or item["content"][0]["text"])
         assert mine[-1]["item"] == item
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"input": TEXT}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 20}),
+    ],
+)
+def test_an_error_in_the_middle_is_a_named_event(
+    served: Running, monkeypatch: pytest.MonkeyPatch, path: str, asked: Any
+) -> None:
+    """As the others are: who listens by names would miss it."""
+    plain = Service.chunks
+
+    async def broken(*args: Any, **options: Any) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(plain(*args, **options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                raise GrammarStateError("lost")
+
+    monkeypatch.setattr(Service, "chunks", broken)
+    text = served.post(path, {"model": "bundled", **asked, "stream": True}).text
+    name, data = text.strip().split("\n\n")[-1].split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["message"] == "lost"
 
 
 def test_the_client_s_own_stream(client: openai.OpenAI) -> None:
@@ -204,6 +235,7 @@ def test_what_asks_for_nothing_is_taken(served: Running) -> None:
         ("{{ reasoning_effort }}", "medium", None, {"reasoning_effort": "medium"}),
         ("{{ enable_thinking }}", "none", "medium", {"enable_thinking": False}),
         ("{{ enable_thinking }}", "low", None, {"enable_thinking": True}),
+        ("{{ thinking }}", "none", None, {"thinking": False}),
         ("{{ enable_thinking }}", "medium", None, {}),
         ("{{ verbosity }}", None, "high", {"verbosity": "high"}),
         ("{{ verbosity_2 }}", "none", "medium", {}),

@@ -39,7 +39,7 @@ from guided_spec.models.heads.block.transitions import (
     Transition,
 )
 from guided_spec.models.heads.draft_head import LayoutHead, layer_run, product_input
-from guided_spec.ops.attention.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import KeyValues, Window
 
 
 class BlockContext(NamedTuple):
@@ -85,7 +85,7 @@ class Sight(NamedTuple):
     """What of a block a query sees: all, or what is before it; and how far to either side."""
 
     is_causal: bool
-    window: int | None
+    window: Window | None
 
 
 class _Layer(nn.Module):
@@ -103,7 +103,7 @@ class _Layer(nn.Module):
         is_sliding = config.layer_types[index] == "sliding_attention"
         self.sight = Sight(
             is_causal=is_sliding if layout.is_causal is None else layout.is_causal,
-            window=config.sliding_window if is_sliding else None,
+            window=Window(config.sliding_window) if is_sliding else None,
         )
         self.attention_conv: _Conv | None = None
         self.mlp_conv: _Conv | None = None
@@ -196,8 +196,9 @@ class BlockIndex(NamedTuple):
         if sight.is_causal:
             own = own & (stored <= asking)
         if sight.window is not None:
-            before = before & (held > asking - sight.window)
-            own = own & (stored > asking - sight.window) & (stored < asking + sight.window)
+            first = sight.window.first(asking)
+            before = before & (held >= first)
+            own = own & (stored >= first) & (stored < asking + sight.window.size)
         return torch.cat([before, own.expand(len(before), -1, -1)], 2).unsqueeze(1)
 
 
