@@ -42,6 +42,8 @@ class EngineConfig:
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
         that keep whole slots (docs/gpu.md).
+    picture_tokens: of pictures that a model with a vision tower keeps at a time, as rows of its
+        embedding table; requests whose pictures do not fit wait.
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
         memory, or 0.7 of what is free on a CUDA device: half where that would leave less
         than 6 GiB, or where the draft is a model of its own. Where fewer slots than
@@ -80,6 +82,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_tokens: int = 4096
     prefix_cache: bool = True
+    picture_tokens: int = 8192
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
     grammar_cache_bytes: int = 2**30
@@ -99,6 +102,7 @@ class EngineConfig:
             require_int("max_model_len", self.max_model_len, low=2)
         require_int("prefill_tokens", self.prefill_tokens, low=1)
         require_switches(prefix_cache=self.prefix_cache, capture=self.capture)
+        require_int("picture_tokens", self.picture_tokens, low=1)
         if self.kv_memory_bytes is not None:
             require_int("kv_memory_bytes", self.kv_memory_bytes, low=1)
         require_int("compile_threads", self.compile_threads, low=1, high=MOST_THREADS)

@@ -16,6 +16,7 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import FinishedText, Proposer
 from guided_spec.engine.parallel import is_parallel
+from guided_spec.engine.pictures import PicturePlaces
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Intake, Load, Scheduler
@@ -32,6 +33,7 @@ from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
+from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.ops.side_stream import SideStream
@@ -44,6 +46,7 @@ class Engine:
 
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
+    pictures: rows of the model's embedding table; None where it reads none.
 
     Attributes: model, proposer, as they were passed. config: likewise, with K = 0 where the
         proposer never drafts. target: of the model. planner: of the next step. in_flight: what the
@@ -56,6 +59,7 @@ class Engine:
         proposer: Proposer,
         config: EngineConfig,
         window: CaptureWindow | None = None,
+        pictures: PictureRows | None = None,
     ) -> None:
         if not proposer.may_draft(config.num_draft_tokens):  # no lengths to choose from
             config = replace(config, num_draft_tokens=0)
@@ -76,7 +80,12 @@ class Engine:
         self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
-        self._intake = Intake(scheduler, model, config.longest_draft, is_parallel=self._is_parallel)
+        self._pictures = PicturePlaces(pictures)
+        self._intake = Intake(
+            *(scheduler, model, config.longest_draft),
+            is_parallel=self._is_parallel,
+            pictures=self._pictures,
+        )
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         shared = (proposer, scheduler, prefixes, self._slow)
         own = (config, model, self._window)
@@ -279,6 +288,7 @@ class Engine:
         slots = self._scheduler.remove_finished(self.in_flight.requests)
         if slots:
             self._release(slots)
+        self._pictures.release_ended(self.in_flight.requests)
 
     def _learn(self) -> None:
         """Show the proposer, where it wants to see them, the texts that have just ended well."""

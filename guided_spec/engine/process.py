@@ -44,11 +44,12 @@ from guided_spec.engine.outputs import (
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Load
-from guided_spec.engine.setup import Options, find_tokenizer
+from guided_spec.engine.setup import Options, find_reader, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
+from guided_spec.models.pictures.picture import Sight
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
@@ -70,13 +71,17 @@ class _Start(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What is known once the model is loaded. shown: model, proposer, device and memory."""
+    """What is known once the model is loaded. shown: model, proposer, device and memory.
+
+    sight: whether and how it reads pictures.
+    """
 
     vocabulary: Vocabulary
     max_model_len: int
     default_params: SamplingParams
     load: Load
     shown: str
+    sight: Sight
 
 
 class _Failed(NamedTuple):
@@ -133,7 +138,8 @@ class EngineProcess(Homebound):
         self._child = _Child(_Start({"model": model, **arguments}, level))
         try:
             ready = self._child.await_ready()
-            self.tokenizer = find_tokenizer(named_model(model), options)
+            reader = find_reader(named_model(model), options, ready.sight)
+            self.tokenizer = find_tokenizer(named_model(model), options, reader)
         except BaseException:
             self._child.close()
             raise
@@ -143,7 +149,7 @@ class EngineProcess(Homebound):
         self.ended = self._child.ended
         self._shown = ready.shown
         size = ready.vocabulary.vocab_size
-        self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len)
+        self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len, reader)
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
 
     def __repr__(self) -> str:
@@ -403,7 +409,7 @@ def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any
     try:
         with LLM(**start.arguments) as llm, frozen_heap(), short_turns():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
-            outgoing.put(_Ready(*known, repr(llm)))
+            outgoing.put(_Ready(*known, repr(llm), llm.sight))
             with contextlib.suppress(EOFError, OSError):
                 _serve(llm, connection, outgoing)
     except GuidedSpecError as error:

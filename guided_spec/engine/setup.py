@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from guided_spec.bundled import BUNDLED, bundled_asset, named_model
 from guided_spec.config import EngineConfig
 from guided_spec.core import ProposerContext
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
@@ -48,6 +49,8 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
+from guided_spec.models.pictures.picture import Sight
+from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -242,6 +245,7 @@ class Options:
     """How to load the model, and the engine's settings.
 
     tokenizer: a hub id, a folder or a loaded tokenizer; None takes the model's own.
+    processor: likewise, of a model that reads pictures.
     load: keyword arguments of ``guided_spec.models.loading.load_model``: device, dtype, device_map,
         tp_plan, attn_implementation, quantization_config, revision, trust_remote_code. They are of
         use for a model that is named, and refused for one that is loaded.
@@ -249,6 +253,7 @@ class Options:
     """
 
     tokenizer: Any = None
+    processor: Any = None
     load: dict[str, Any] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=EngineConfig)
 
@@ -270,7 +275,7 @@ class Options:
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
         engine_names = {f.name for f in fields(EngineConfig)}
-        known = {"tokenizer", *cls.LOAD_KINDS, *engine_names}
+        known = {"tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
                 require_no_sampling(name, value)
@@ -279,6 +284,7 @@ class Options:
         require_kinds(load, cls.LOAD_KINDS)
         return cls(
             tokenizer=options.get("tokenizer"),
+            processor=options.get("processor"),
             load=load,
             config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
         )
@@ -314,16 +320,18 @@ class Setup:
         is_bundled = loaded.config.name_or_path == bundled_asset("target")
         if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
-        tokenizer = find_tokenizer(model, options)
         config = options.config
+        language, sight, pictures = split_vision(loaded, config.picture_tokens)
+        reader = find_reader(model, options, sight)
+        tokenizer = find_tokenizer(model, options, reader)
         window = CaptureWindow(largest=_largest_graph(config))
-        target = _load_target(loaded, draft, config, window)
+        target = _load_target(language, draft, config, window)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
         vocabulary = context.vocabulary
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
         drafter = build_proposer(name, context)
-        engine = Engine(target, drafter, config, window)
+        engine = Engine(target, drafter, config, window, pictures)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
         engine.set_draft_lengths()
@@ -337,7 +345,7 @@ class Setup:
             max_model_len=target.max_length,
             vocabulary=vocabulary,
             spell=context.encode,
-            encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length),
+            encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length, reader),
             grammars=grammars,
             engine=engine,
             about=_about(engine, "bundled" if is_bundled else loaded.config.name_or_path, name),
@@ -465,12 +473,35 @@ def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def find_tokenizer(model: Any, options: Options) -> Any:
-    """The one that ``options`` name, else the model's own. Raises ModelError.
+def find_reader(model: Any, options: Options, sight: Sight) -> PictureReader:
+    """What reads pictures for a model; see ``PictureReader.load``.
 
     model: a hub id, a folder, or a loaded model.
     """
+    source = options.processor
+    if source is None:
+        source = model if isinstance(model, str | Path) else model.config.name_or_path
+    names = ("revision", "trust_remote_code")  # of the same repository
+    given = {} if options.processor else {n: options.load[n] for n in names if n in options.load}
+    return PictureReader.load(source, sight, **given)
+
+
+def find_tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
+    """The one that ``options`` name, else the model's own. Raises ModelError.
+
+    model: a hub id, a folder, or a loaded model. reader: whose chat template takes the place of the
+        tokenizer's: that may have no places for pictures.
+    """
+    tokenizer = _tokenizer(model, options, reader)
+    if reader.chat_template is not None:
+        tokenizer.chat_template = reader.chat_template
+    return tokenizer
+
+
+def _tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
     tokenizer = options.tokenizer
+    if tokenizer is None and reader.tokenizer is not None:
+        return reader.tokenizer
     if tokenizer is not None:
         return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if not isinstance(model, str | Path):

@@ -19,6 +19,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ from guided_spec.models.checkpoint import (
 )
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
+from guided_spec.models.pictures.vision import is_vision_config
 
 _LOG = logging.getLogger(__name__)
 
@@ -129,7 +131,9 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
         # Its weights may exist on one kind of device only: they are made there, and not moved.
         _require("accelerate", "parallel", "a quantized model")
         arguments, target = {**arguments, "device_map": {"": target}}, None
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    config = _config_of(path, arguments)
+    kind: Any = AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(str(path), **arguments)
     return model if target is None else model.to(target)
 
 

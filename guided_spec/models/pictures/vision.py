@@ -1,0 +1,151 @@
+"""A vision-language model in two: its language model, as one of text alone, and its tower."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from guided_spec.errors import ModelError
+from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.pictures.picture import Picture, Sight
+from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
+
+SERVED = {
+    "idefics3": "text_model",
+    "smolvlm": "text_model",
+    "llava": "language_model",
+    "llava_next": "language_model",
+    "internvl": "language_model",
+    "mistral3": "language_model",
+}
+"""By model_type, the name of the language model in ``model.model``: families whose positions have
+one axis, and whose attention is causal."""
+
+_BOTH_WAYS = "it attends to a picture in both directions"
+_AXES = "a picture's positions have three axes in it"
+_REASONS = {
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _AXES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"), _AXES),
+    "mllama": "its layers attend to pictures apart from the text",
+}
+_PROBE = (1, 2, 3, 5)  # token ids
+
+
+class SplitModel(NamedTuple):
+    """language: reads text and ids of rows. pictures: these rows; None where it reads none."""
+
+    language: PreTrainedModel
+    sight: Sight
+    pictures: PictureRows | None = None
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether transformers has a configuration's model as one of pictures alone, not of text."""
+    kind = config.model_type
+    return (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+
+
+def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
+    """The language model of one that reads pictures; another model as it is.
+
+    num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
+    did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
+    """
+    config: Any = model.config
+    kind, name = config.model_type, config.name_or_path or "it"
+    if kind not in SERVED:
+        text = getattr(config, "text_config", None)
+        base = kind.removesuffix("_text")
+        reason = _REASONS.get(base)
+        if reason is None and text is None:
+            return SplitModel(model, Sight(f"{name} ({kind}) has no vision tower"))
+        shown = f"{base} cannot read pictures yet"
+        return SplitModel(model, Sight(f"{shown}: {reason}" if reason else shown))
+    if len({one.device for one in model.parameters()}) != 1:
+        raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
+    with errors_naming(model, "its language model cannot be told from its vision tower"):
+        language, table = _language_of(model, num_rows)
+        _try(model, language)
+    rows = PictureRows(table, VisionTower(model))
+    return SplitModel(language, Sight(None, table.placeholder, num_rows), rows)
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
+    """Compare the two for a few tokens of text."""
+    whole: Any = model
+    part: Any = language
+    ids = torch.tensor([_PROBE], device=model.device)
+    own, found = (one(input_ids=ids, use_cache=False).logits[0] for one in (whole, part))
+    require_close(model, found, own, "of its language model alone")
+
+
+def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmbedding]:
+    decoder = getattr(model.model, SERVED[model.config.model_type])
+    stock = decoder.get_input_embeddings()
+    if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
+        raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
+    text_config = decoder.config
+    language_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    with torch.device("meta"):
+        language = language_class(text_config)
+    own = language.get_decoder()
+    tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
+    table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
+    if tied:
+        model.lm_head.weight.data = stock.weight.data
+    for name, module in decoder.named_children():
+        setattr(own, name, table if module is stock else module)
+    language.set_output_embeddings(model.lm_head)
+    left = [name for name, one in language.named_parameters() if one.is_meta]
+    if left:
+        raise refusal(model, f"expected the weights of {text_config.model_type}, found no {left}")
+    language.generation_config = model.generation_config
+    language.config.name_or_path = model.config.name_or_path
+    language.eval()
+    return language, table
+
+
+class VisionTower:
+    """What a model makes of a picture; it keeps nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._names = set(inspect.signature(model.model.get_image_features).parameters)
+
+    @torch.inference_mode()
+    def features(self, picture: Picture) -> Tensor:
+        """[picture.count, H]. Raises ModelError, also where the processor is another model's."""
+        model = self._model
+        with errors_naming(model, "its vision tower failed"):
+            found = model.get_image_features(**self._inputs(picture.inputs), return_dict=True)
+            parts = found.pooler_output
+            parts = [parts] if isinstance(parts, Tensor) else parts
+            rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        if len(rows) != picture.count:
+            counts = f"{len(rows)} rows for a picture of {picture.count} tokens"
+            raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")
+        return rows
+
+    def _inputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        inputs = {}
+        for name, array in arrays.items():
+            if name in self._names:
+                tensor = torch.from_numpy(array).to(self._model.device)
+                is_float = tensor.is_floating_point()
+                inputs[name] = tensor.to(self._model.dtype) if is_float else tensor
+        return inputs
