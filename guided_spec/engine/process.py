@@ -162,6 +162,11 @@ class EngineProcess(Homebound):
         self.home.require()
         return self._child.load
 
+    @property
+    def sight(self) -> Sight:
+        """Whether and how the model reads pictures."""
+        return self._encoder.sight
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises PromptError."""
         return self._encoder.encode(prompt)

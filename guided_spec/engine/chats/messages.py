@@ -53,7 +53,7 @@ def read_messages(
         raise ConfigError("messages", messages, fix)
     reads = template_reads(template)
     if pictures.refusal is None:
-        require_few(messages)
+        require_few("messages", messages)
     return [_read_one(f"messages[{at}]", one, reads, pictures) for at, one in enumerate(messages)]
 
 
@@ -109,9 +109,20 @@ def num_letters(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _read_part(path: str, part: Any, pictures: PictureRules) -> dict[str, Any]:
-    if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS:
+    if _is_picture(part):
         return {"type": "image", "image": pictures.read(path, part)}
     return {"type": "text", "text": _part_text(path, part)}
+
+
+def read_content(content: Any, path: str, pictures: PictureRules) -> str | list[dict[str, Any]]:
+    """Content in parts where it has pictures, else text. Raises as ``read_messages`` does."""
+    if isinstance(content, list | tuple) and any(map(_is_picture, content)):
+        return [_read_part(f"{path}[{at}]", part, pictures) for at, part in enumerate(content)]
+    return plain_text(content, path)
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
 
 
 def plain_text(content: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> str:
@@ -121,7 +132,7 @@ def plain_text(content: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> 
     if not isinstance(content, list | tuple):
         raise ConfigError(path, content, 'must be text, or a list of {"type": "text", "text": ...}')
     for at, part in enumerate(content):
-        if isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS:
+        if _is_picture(part):
             pictures.read(f"{path}[{at}]", part)
             fix = "the chat template has no places for pictures; pass chat_template_kwargs="
             fix += '{"chat_template": ...} with one that has'

@@ -92,7 +92,7 @@ class PictureReader:
 
     def _read(self, one: OpenPicture) -> tuple[Picture, list[int]]:
         """A picture alone, and the tokens that stand for it."""
-        processor, image = self.processor, one.image
+        processor, image = self.processor, one.image()
         try:
             found: Mapping[str, Any] = processor(
                 text=[processor.image_token],

@@ -21,7 +21,7 @@ FetchImage = Callable[[str], bytes]
 MOST_BYTES = 20 * 2**20  # of a picture's file
 MOST_PIXELS = 40 * 10**6
 MOST_PICTURES = 16  # of a conversation
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")  # others run programs, or are rare
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others run programs, or are rare
 PICTURE_PARTS = ("image_url", "image", "input_image")
 OTHER_MEDIA = ("input_audio", "audio", "audio_url", "video", "video_url", "input_video", "document")
 _OF_PART = {
@@ -35,9 +35,15 @@ _FIX = 'pass {"url": "data:image/png;base64,..."}'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenPicture:
-    """A picture that was decoded, in RGB and upright."""
+    """A picture that can be read. source: a file's bytes, which take less than pixels, or PIL's."""
 
-    image: Image.Image
+    source: bytes | Image.Image
+
+    def image(self) -> Image.Image:
+        """Upright, in RGB over white."""
+        if isinstance(self.source, bytes):
+            return _decoded("a picture", self.source)
+        return _upright("a picture", self.source)
 
 
 class PictureRules(NamedTuple):
@@ -95,7 +101,8 @@ class PictureRules(NamedTuple):
         image = require_pillow()
         if isinstance(given, image.Image):
             _require_size(path, given)
-            return _upright(path, given)
+            _upright(path, given)
+            return OpenPicture(given)
         if not isinstance(given, str | Path):
             shown = type(given).__name__
             raise ConfigError(path, shown, "must be a picture of PIL, or the path of a file")
@@ -110,14 +117,24 @@ class PictureRules(NamedTuple):
 TEXT_ALONE = PictureRules()
 
 
-def require_few(messages: Sequence[Any]) -> None:
-    """Raise ConfigError for a conversation of more pictures than ``MOST_PICTURES``."""
-    contents = [one.get("content") for one in messages if isinstance(one, Mapping)]
-    parts = [part for one in contents if isinstance(one, list | tuple) for part in one]
-    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    count = sum(kind in PICTURE_PARTS for kind in kinds if isinstance(kind, str))
+def require_few(name: str, messages: Sequence[Any]) -> None:
+    """Raise ConfigError for a conversation of more pictures than ``MOST_PICTURES``.
+
+    name: of the messages. They may be of any interface, and nothing else of them is looked at.
+    """
+    count = _count(messages, 4)  # a message, a result of a tool, and their contents
     if count > MOST_PICTURES:
-        raise ConfigError("messages", f"{count} pictures", f"at most {MOST_PICTURES} are read")
+        raise ConfigError(name, f"{count} pictures", f"at most {MOST_PICTURES} are read")
+
+
+def _count(part: Any, depth: int) -> int:
+    if depth and isinstance(part, list | tuple):
+        return sum(_count(one, depth - 1) for one in part)
+    if not isinstance(part, Mapping):
+        return 0
+    kind = part.get("type")
+    is_picture = isinstance(kind, str) and kind in PICTURE_PARTS
+    return is_picture + sum(_count(part.get(name), depth) for name in ("content", "output"))
 
 
 def refuse_media(path: str, kind: str) -> None:
@@ -151,6 +168,11 @@ def decode(path: str, data: bytes) -> OpenPicture:
     """
     if len(data) > MOST_BYTES:
         raise ConfigError(path, f"{len(data)} bytes", _too_many_bytes())
+    _decoded(path, data)
+    return OpenPicture(data)
+
+
+def _decoded(path: str, data: bytes) -> Image.Image:
     image, name = require_pillow(), f"{len(data)} bytes"
     try:
         with image.open(io.BytesIO(data), formats=FORMATS) as found:
@@ -178,7 +200,7 @@ def require_pillow() -> Any:
     return Image
 
 
-def _upright(path: str, given: Any) -> OpenPicture:
+def _upright(path: str, given: Any) -> Image.Image:
     from PIL import ImageOps
 
     image = require_pillow()
@@ -192,8 +214,8 @@ def _upright(path: str, given: Any) -> OpenPicture:
         turned = turned.convert("RGBA")
         white = image.new("RGBA", turned.size, "white")
         turned = image.alpha_composite(white, turned)
-    plain = turned.convert("RGB")
-    return OpenPicture(image.frombytes("RGB", plain.size, plain.tobytes()))
+    plain: Image.Image = turned.convert("RGB")
+    return plain
 
 
 def _require_size(path: str, image: Any) -> None:

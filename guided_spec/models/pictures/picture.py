@@ -65,6 +65,9 @@ class PicturePrompt:
     pictures: tuple[Picture, ...]
     places: list[int]
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
     def named(self) -> list[int]:
         """The tokens, with names of their content where pictures are: equal for equal prompts."""
         return self._filled(name for one in self.pictures for name in one.names())

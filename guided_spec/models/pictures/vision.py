@@ -39,6 +39,7 @@ _REASONS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
+_TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
 _PROBE = (1, 2, 3, 5)  # token ids
 
 
@@ -65,16 +66,9 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
     did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
     """
-    config: Any = model.config
-    kind, name = config.model_type, config.name_or_path or "it"
+    kind = model.config.model_type
     if kind not in SERVED:
-        text = getattr(config, "text_config", None)
-        base = kind.removesuffix("_text")
-        reason = _REASONS.get(base)
-        if reason is None and text is None:
-            return SplitModel(model, Sight(f"{name} ({kind}) has no vision tower"))
-        shown = f"{base} cannot read pictures yet"
-        return SplitModel(model, Sight(f"{shown}: {reason}" if reason else shown))
+        return SplitModel(model, Sight(_refusal(model.config)))
     if len({one.device for one in model.parameters()}) != 1:
         raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
     with errors_naming(model, "its language model cannot be told from its vision tower"):
@@ -82,6 +76,16 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
         _try(model, language)
     rows = PictureRows(table, VisionTower(model))
     return SplitModel(language, Sight(None, table.placeholder, num_rows), rows)
+
+
+def _refusal(config: Any) -> str:
+    """Why a model of no kind in ``SERVED`` reads no pictures."""
+    kind = config.model_type.removesuffix("_text")
+    if config.model_type not in _TEXT_ALONE and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        reason = _REASONS.get(kind)
+        return f"{kind} cannot read pictures yet{reason and f': {reason}' or ''}"
+    name = str(config.name_or_path or "").rstrip("/").rsplit("/", 1)[-1]  # no path of the machine
+    return f"{name} ({config.model_type}) has no vision tower".strip()
 
 
 @torch.inference_mode()
