@@ -42,8 +42,7 @@ class EngineConfig:
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
         that keep whole slots (docs/gpu.md).
-    picture_tokens: of pictures that a model with a vision tower keeps at a time, as rows of its
-        embedding table; requests whose pictures do not fit wait.
+    picture_tokens: of pictures that are kept at a time; requests of more wait.
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
         memory, or 0.7 of what is free on a CUDA device: half where that would leave less
         than 6 GiB, or where the draft is a model of its own. Where fewer slots than
@@ -69,8 +68,8 @@ class EngineConfig:
     kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
         graphs; its results differ from the stock modules' by rounding. "packed" raises ModelError
         where that form fails its trial; "stock" leaves everything to the stock modules.
-    capture: whether CUDA graphs are captured and kernels compiled when the engine is made, so that
-        no step does so later; False leaves that to the steps that first need them.
+    capture: whether CUDA graphs are captured and kernels compiled when the engine is made; False
+        leaves that to the steps that first need them.
 
     Raises ConfigError for a value out of range.
     """

@@ -16,7 +16,6 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import FinishedText, Proposer
 from guided_spec.engine.parallel import is_parallel
-from guided_spec.engine.pictures import PicturePlaces
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Intake, Load, Scheduler
@@ -26,6 +25,7 @@ from guided_spec.engine.steps.in_flight import InFlight, Piece
 from guided_spec.engine.steps.planner import Planner
 from guided_spec.engine.steps.step_runner import StepRunner
 from guided_spec.engine.suspects import Suspects
+from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.engine.target.scores import score_rows, scored_length
 from guided_spec.engine.target.target import make_target
 from guided_spec.errors import GuidedSpecError, RequestCancelledError
@@ -81,15 +81,12 @@ class Engine:
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
         self._pictures = PicturePlaces(pictures)
-        self._intake = Intake(
-            *(scheduler, model, config.longest_draft),
-            is_parallel=self._is_parallel,
-            pictures=self._pictures,
-        )
+        own = (scheduler, model, config.longest_draft, self._pictures)
+        self._intake = Intake(*own, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         shared = (proposer, scheduler, prefixes, self._slow)
-        own = (config, model, self._window)
-        self.planner = Planner(*shared, *own, layers=layers, is_parallel=self._is_parallel)
+        settings = (config, model, self._window)
+        self.planner = Planner(*shared, *settings, layers=layers, is_parallel=self._is_parallel)
         side = SideStream.none() if model.blocks is None else model.blocks.side
         self._runner = StepRunner(
             *shared, target=self.target, intake=self._intake, batches=self._batches, side=side

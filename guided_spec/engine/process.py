@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Unpack
 
 from guided_spec.bundled import named_model
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import (
     Chunk,
@@ -44,7 +45,7 @@ from guided_spec.engine.outputs import (
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Load
-from guided_spec.engine.setup import Options, find_reader, find_tokenizer
+from guided_spec.engine.setup import Options, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -138,8 +139,9 @@ class EngineProcess(Homebound):
         self._child = _Child(_Start({"model": model, **arguments}, level))
         try:
             ready = self._child.await_ready()
-            reader = find_reader(named_model(model), options, ready.sight)
-            self.tokenizer = find_tokenizer(named_model(model), options, reader)
+            named, processor = named_model(model), options.processor
+            reader = PictureReader.load(named, ready.sight, processor, options.load)
+            self.tokenizer = find_tokenizer(named, options, reader)
         except BaseException:
             self._child.close()
             raise

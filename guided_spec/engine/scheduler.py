@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from guided_spec.engine.pictures import PicturePlaces
 from guided_spec.engine.request import Request, State
+from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
@@ -161,8 +161,8 @@ class Intake:
     scheduler: Scheduler
     model: CausalLM
     longest_draft: int
-    is_parallel: bool
     pictures: PicturePlaces
+    is_parallel: bool
 
     def admit(self) -> None:
         """Give slots to those that may begin."""

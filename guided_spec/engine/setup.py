@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.bundled import BUNDLED, bundled_asset, named_model
 from guided_spec.config import EngineConfig
-from guided_spec.core import ProposerContext
+from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
@@ -49,7 +49,6 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
-from guided_spec.models.pictures.picture import Sight
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
@@ -322,28 +321,26 @@ class Setup:
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         config = options.config
         language, sight, pictures = split_vision(loaded, config.picture_tokens)
-        reader = find_reader(model, options, sight)
+        reader = PictureReader.load(model, sight, options.processor, options.load)
         tokenizer = find_tokenizer(model, options, reader)
         window = CaptureWindow(largest=_largest_graph(config))
         target = _load_target(language, draft, config, window)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
-        vocabulary = context.vocabulary
         name = _drafter(proposer, context)
-        grammars = RequestGrammars.build(config, vocabulary, tokenizer)
+        grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)
         engine = Engine(target, drafter, config, window, pictures)
         if config.capture and target.device.type == "cuda":
-            warm_up(engine, vocabulary, grammars)
+            warm_up(engine, context.vocabulary, grammars)
         engine.set_draft_lengths()
-        drafts = f"{name} ({drafter.runs_as})" if drafter.runs_as else name
-        logger.info("%s; drafts: %s", _describe(engine), drafts)
+        logger.info("%s; drafts: %s", _describe(engine), _drafts_of(name, drafter))
         return cls(
             model=loaded,
             tokenizer=tokenizer,
             config=config,
             proposer_name=name,
             max_model_len=target.max_length,
-            vocabulary=vocabulary,
+            vocabulary=context.vocabulary,
             spell=context.encode,
             encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length, reader),
             grammars=grammars,
@@ -422,6 +419,10 @@ def _describe(engine: Engine) -> str:
     return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}{turns}"
 
 
+def _drafts_of(name: str, drafter: Proposer) -> str:
+    return f"{name} ({drafter.runs_as})" if drafter.runs_as else name
+
+
 def _prefix_cache(engine: Engine) -> str:
     if engine.planner.prefixes.takes:
         return "on"
@@ -471,19 +472,6 @@ def _bundled_draft(proposer: str) -> str:
 def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
     """Text to token ids, without special tokens around it."""
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def find_reader(model: Any, options: Options, sight: Sight) -> PictureReader:
-    """What reads pictures for a model; see ``PictureReader.load``.
-
-    model: a hub id, a folder, or a loaded model.
-    """
-    source = options.processor
-    if source is None:
-        source = model if isinstance(model, str | Path) else model.config.name_or_path
-    names = ("revision", "trust_remote_code")  # of the same repository
-    given = {} if options.processor else {n: options.load[n] for n in names if n in options.load}
-    return PictureReader.load(source, sight, **given)
 
 
 def find_tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ VISION = {
     "image_size": 16,
     "initializer_range": 0.2,
 }
+INTERNVL_VISION = {"image_size": [16, 16], "patch_size": [4, 4], "layer_scale_init_value": 0.5}
+GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
@@ -135,8 +138,6 @@ def ask(*content: Any) -> list[dict[str, Any]]:
 
 
 def _tokenizer(image: str) -> Any:
-    import copy
-
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
@@ -166,7 +167,7 @@ def _processor(family: str) -> Any:
         kind = "LlavaNext" if family == "llava_next" else "CLIP"
         more: dict[str, Any] = {}
         if family == "llava_next":
-            more["image_grid_pinpoints"] = [[16, 32], [32, 16], [32, 32]]
+            more["image_grid_pinpoints"] = GRID
         images = getattr(transformers, f"{kind}ImageProcessorPil")(
             size={"shortest_edge": 16}, crop_size=size, **more
         )
@@ -224,46 +225,35 @@ class PixtralLike(InternVLLike):
 
 
 def _config(family: str, vocab_size: int, processor: Any) -> Any:
-    text = {**TEXT, "vocab_size": vocab_size}
+    text: dict[str, Any] = {**TEXT, "vocab_size": vocab_size}
     image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     common = {"image_token_id": image_token_id, "pad_token_id": 0}
     names = {"idefics3": "Idefics3", "llava": "Llava", "llava_next": "LlavaNext"}
     names |= {"internvl": "InternVL", "mistral3": "Mistral3"}
-    kind = getattr(transformers, f"{names[family]}Config")
-    match family:
-        case "idefics3":
-            return kind(
-                vision_config=VISION,
-                text_config={"model_type": "llama", **text, "tie_word_embeddings": True},
-                scale_factor=2,
-                tie_word_embeddings=True,
-                **common,
-            )
-        case "llava" | "llava_next":
-            more = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
-            return kind(
-                vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
-                text_config={"model_type": "llama", **text},
-                vision_feature_layer=-1,
-                **common,
-                **(more if family == "llava_next" else {}),
-            )
-        case "internvl":
-            vision = {"model_type": "internvl_vision", **VISION, "image_size": [16, 16]}
-            vision |= {"patch_size": [4, 4], "layer_scale_init_value": 0.5}
-            return kind(
-                vision_config=vision,
-                text_config={"model_type": "qwen2", **text},
-                **common,
-            )
-    vision = {"model_type": "pixtral", **VISION, "image_size": 32, "head_dim": 8}
-    return kind(
-        vision_config=vision,
-        text_config={"model_type": "mistral", **text, "head_dim": 8, "sliding_window": None},
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-        **common,
-    )
+    own: dict[str, Any] | None = {
+        "idefics3": {
+            "vision_config": VISION,
+            "text_config": {"model_type": "llama", **text, "tie_word_embeddings": True},
+            "scale_factor": 2,
+            "tie_word_embeddings": True,
+        },
+        "internvl": {
+            "vision_config": {"model_type": "internvl_vision", **VISION, **INTERNVL_VISION},
+            "text_config": {"model_type": "qwen2", **text},
+        },
+        "mistral3": {
+            "vision_config": {"model_type": "pixtral", **VISION, "image_size": 32, "head_dim": 8},
+            "text_config": {"model_type": "mistral", **text, "head_dim": 8, "sliding_window": None},
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+        },
+    }.get(family)
+    if own is None:
+        vision = {"model_type": "clip_vision_model", "projection_dim": 16, **VISION}
+        own = {"vision_config": vision, "text_config": {"model_type": "llama", **text}}
+        own["vision_feature_layer"] = -1
+        own |= {"image_grid_pinpoints": GRID} if family == "llava_next" else {}
+    return getattr(transformers, f"{names[family]}Config")(**own, **common)
 
 
 __all__ = ["CORPUS", "FAMILIES", "InternVLLike", "Sighted", "ask", "picture", "png", "sighted"]

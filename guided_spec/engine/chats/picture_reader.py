@@ -29,13 +29,21 @@ class PictureReader:
         self.processor, self.sight = processor, sight
 
     @classmethod
-    def load(cls, source: Any, sight: Sight, **options: Any) -> PictureReader:
-        """source: a hub id or folder, or a loaded processor; not needed for a model without sight.
+    def load(
+        cls, model: Any, sight: Sight, processor: Any, load: Mapping[str, Any]
+    ) -> PictureReader:
+        """model, processor: each a hub id, a folder, or loaded; a processor of None is the model's.
 
-        Where it cannot be loaded, text is read all the same, and a picture is refused.
+        load: the options with which the model was loaded. Where the processor cannot be loaded,
+        text is read all the same, and a picture is refused.
         """
         if sight.refusal is not None:
             return cls(None, sight)
+        source, options = processor, dict[str, Any]()
+        if source is None:
+            source = model if isinstance(model, str | Path) else model.config.name_or_path
+            names = ("revision", "trust_remote_code")  # of the same repository
+            options = {name: load[name] for name in names if name in load}
         if not isinstance(source, str | Path):
             return cls(source, sight)
         from transformers import AutoProcessor
