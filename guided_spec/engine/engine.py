@@ -33,7 +33,6 @@ from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
-from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.ops.side_stream import SideStream
@@ -46,7 +45,7 @@ class Engine:
 
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
-    pictures: rows of the model's embedding table; None where it reads none.
+    pictures: the places of those of requests; None where the model reads none.
 
     Attributes: model, proposer, as they were passed. config: likewise, with K = 0 where the
         proposer never drafts. target: of the model. planner: of the next step. in_flight: what the
@@ -59,7 +58,7 @@ class Engine:
         proposer: Proposer,
         config: EngineConfig,
         window: CaptureWindow | None = None,
-        pictures: PictureRows | None = None,
+        pictures: PicturePlaces | None = None,
     ) -> None:
         if not proposer.may_draft(config.num_draft_tokens):  # no lengths to choose from
             config = replace(config, num_draft_tokens=0)
@@ -80,7 +79,7 @@ class Engine:
         self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
-        self._pictures = PicturePlaces(pictures)
+        self._pictures = pictures or PicturePlaces(None)
         own = (scheduler, model, config.longest_draft, self._pictures)
         self._intake = Intake(*own, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)

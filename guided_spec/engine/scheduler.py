@@ -178,6 +178,7 @@ class Intake:
                 if request.state is State.FINISHED:
                     continue
                 self.scheduler.admit(request)
+                self.pictures.begin(request)
                 request.num_cached, request.is_begun = 0, False
                 request.stats.start()
 

@@ -32,6 +32,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
+from guided_spec.engine.target.pictures import PicturePlaces, PromptAxes
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
@@ -49,7 +50,8 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
-from guided_spec.models.pictures.vision import split_vision
+from guided_spec.models.pictures.vision import SplitModel, split_vision
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -174,14 +176,26 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
-def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
+def _picture_places(split: SplitModel, target: CausalLM) -> PicturePlaces:
+    if split.tower is None:
+        return PicturePlaces(split.pictures)
+    if not isinstance(target, SlotLM):
+        kind = split.language.config.model_type
+        raise ModelError(f"model_type={kind!r}: pictures need texts over slots, and it has none")
+    return PicturePlaces(split.pictures, PromptAxes(split.tower, target.keep_axes()))
+
+
+def _load_target(
+    split: SplitModel, draft: Any, config: EngineConfig, window: CaptureWindow
+) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
+    model: Any = split.language
     form, longest = None, 1 + config.longest_draft
     # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
     has_draft_model = is_asked and _is_model(draft, model)
     plan_texts = partial(plan_slots, model, has_draft_model=has_draft_model)
-    if is_packed_on(model.device, config.kernels):
+    if is_packed_on(model.device, config.kernels) and split.tower is None:
         plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
@@ -320,16 +334,16 @@ class Setup:
         if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         config = options.config
-        language, sight, pictures = split_vision(loaded, config.picture_tokens)
-        reader = PictureReader.load(model, sight, options.processor, options.load)
-        tokenizer = find_tokenizer(model, options, reader)
+        split = split_vision(loaded, config.picture_tokens)
         window = CaptureWindow(largest=_largest_graph(config))
-        target = _load_target(language, draft, config, window)
+        target = _load_target(split, draft, config, window)
+        reader = PictureReader.load(model, split.sight, options.processor, options.load)
+        tokenizer = find_tokenizer(model, options, reader)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)
-        engine = Engine(target, drafter, config, window, pictures)
+        engine = Engine(target, drafter, config, window, _picture_places(split, target))
         if config.capture and target.device.type == "cuda":
             warm_up(engine, context.vocabulary, grammars)
         engine.set_draft_lengths()
@@ -403,7 +417,9 @@ def _describe(engine: Engine) -> str:
         return f"{target.runs_as}, for {target.reason}"
     if target.blocks is None:
         reason = "no other form fits it"
-        if not is_packed_on(target.device, config.kernels):
+        if isinstance(target, SlotLM) and target.has_axes:
+            reason = "positions of pictures have three axes"
+        elif not is_packed_on(target.device, config.kernels):
             reason = f"kernels={config.kernels!r} on {target.device.type}"
         return (
             f"{target.runs_as} ({reason}), {target.num_slots} slots of {target.max_length} tokens"

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from guided_spec.engine.llm import LLM
 from tests.tiny_llm import CORPUS, tiny_tokenizer
 
-FAMILIES = ("idefics3", "llava", "llava_next", "internvl", "mistral3")
+FAMILIES = ("idefics3", "llava", "llava_next", "internvl", "mistral3", "qwen2_vl", "qwen2_5_vl")
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] }}:
@@ -52,6 +52,7 @@ VISION = {
     "initializer_range": 0.2,
 }
 INTERNVL_VISION = {"image_size": [16, 16], "patch_size": [4, 4], "layer_scale_init_value": 0.5}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -90,6 +91,9 @@ class Sighted:
             add_special_tokens=False,
         )
         model: Any = self.model
+        if self.model.config.model_type.startswith("qwen"):
+            is_picture = inputs["input_ids"] == self.model.config.image_token_id
+            inputs = {**inputs, "mm_token_type_ids": is_picture.int()}
         found = model.generate(
             **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
@@ -183,6 +187,11 @@ def _processor(family: str) -> Any:
     if family == "internvl":
         images = transformers.GotOcr2ImageProcessorPil(size=size, max_patches=3)
         return InternVLLike(images, tokenizer)
+    if family.startswith("qwen"):
+        images = transformers.Qwen2VLImageProcessorPil(
+            patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
+        )
+        return QwenLike(images, tokenizer)
     images = transformers.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=8)
     return PixtralLike(images, tokenizer)
 
@@ -224,12 +233,24 @@ class PixtralLike(InternVLLike):
         return {"pixel_values": found["pixel_values"], "image_sizes": sizes, "shown": shown}
 
 
+class QwenLike(InternVLLike):
+    image_token = "<image>"
+
+    def process(self, images: list[Any]) -> dict[str, Any]:
+        found = self.image_processor(images, return_tensors="pt")
+        grids = found["image_grid_thw"]
+        counts = [int(grid.prod()) // 4 for grid in grids]
+        shown = [f"<img>{self.image_token * count}</img>" for count in counts]
+        return {"pixel_values": found["pixel_values"], "image_grid_thw": grids, "shown": shown}
+
+
 def _config(family: str, vocab_size: int, processor: Any) -> Any:
     text: dict[str, Any] = {**TEXT, "vocab_size": vocab_size}
     image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     common = {"image_token_id": image_token_id, "pad_token_id": 0}
     names = {"idefics3": "Idefics3", "llava": "Llava", "llava_next": "LlavaNext"}
     names |= {"internvl": "InternVL", "mistral3": "Mistral3"}
+    names |= {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
     own: dict[str, Any] | None = {
         "idefics3": {
             "vision_config": VISION,
@@ -246,6 +267,21 @@ def _config(family: str, vocab_size: int, processor: Any) -> Any:
             "text_config": {"model_type": "mistral", **text, "head_dim": 8, "sliding_window": None},
             "spatial_merge_size": 2,
             "vision_feature_layer": -1,
+        },
+        "qwen2_vl": {
+            "vision_config": {
+                **{"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+                **{"patch_size": 4, "mlp_ratio": 2, "initializer_range": 0.2},
+            },
+            "text_config": {**text, "rope_parameters": AXES},
+        },
+        "qwen2_5_vl": {
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2},
+                **{"patch_size": 4, "out_hidden_size": 32, "window_size": 16},
+                **{"fullatt_block_indexes": [1], "initializer_range": 0.2},
+            },
+            "text_config": {**text, "rope_parameters": AXES},
         },
     }.get(family)
     if own is None:

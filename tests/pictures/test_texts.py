@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from guided_spec.engine.llm import LLM
 from guided_spec.models.causal_lm import stock_lm
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.types import SamplingParams
 from tests.models.heads.heads import write_eagle3
@@ -48,26 +50,32 @@ def test_texts_are_those_of_transformers(family: str) -> None:
     assert changed != wanted[0], "the model does not look at its pictures"
 
 
-@pytest.mark.parametrize("kernels", ["packed", "stock"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "auto")],
+)
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "chain:grammar_forced+ngram"])
-def test_drafts_change_nothing(kernels: str, proposer: str) -> None:
-    with sighted("idefics3").llm(proposer, kernels=kernels, verifier="coupled") as llm:
+def test_drafts_change_nothing(family: str, kernels: str, proposer: str) -> None:
+    with sighted(family).llm(proposer, kernels=kernels, verifier="coupled") as llm:
         first, again = texts(llm, PROMPTS), texts(llm, PROMPTS)
-    assert first == again == expected("idefics3", PROMPTS)
+    assert first == again == expected(family, PROMPTS)
 
 
 @pytest.mark.parametrize("own_embedding", [False, True])
-@pytest.mark.parametrize("kernels", ["packed", "stock"])
+@pytest.mark.parametrize(
+    ("family", "kernels"), [("llava", "packed"), ("llava", "stock"), ("qwen2_vl", "auto")]
+)
 def test_a_head_reads_pictures_too(
     tmp_path: Path,
+    family: str,
     kernels: str,
     own_embedding: bool,  # noqa: FBT001
 ) -> None:
-    one = sighted("llava")
+    one = sighted(family)
     language = split_vision(one.model, 1).language
     write_eagle3(tmp_path / "head", language, draft_vocab_size=300, own_embedding=own_embedding)
     with one.llm("eagle3", draft=str(tmp_path / "head"), kernels=kernels) as llm:
-        assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected("llava", PROMPTS)
+        assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected(family, PROMPTS)
 
 
 def test_a_draft_model_reads_placeholders() -> None:
@@ -78,14 +86,33 @@ def test_a_draft_model_reads_placeholders() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 4), st.sampled_from(["packed", "stock"]))
-def test_prompts_in_pieces(pieces: int, num_slots: int, kernels: Any) -> None:
+@given(
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.sampled_from([("internvl", "packed"), ("internvl", "stock"), ("qwen2_5_vl", "auto")]),
+)
+def test_prompts_in_pieces(pieces: int, num_slots: int, form: tuple[str, str]) -> None:
+    family, kernels = form
     options = {"prefill_tokens": pieces, "max_batch_size": num_slots, "kernels": kernels}
-    with sighted("internvl").llm("ngram", **options) as llm:
-        assert texts(llm, PROMPTS[:3]) == PIECES
+    with sighted(family).llm("ngram", **options) as llm:
+        assert texts(llm, PROMPTS[:3]) == once(family)
 
 
-PIECES = expected("internvl", PROMPTS[:3])
+@cache
+def once(family: str) -> list[list[int]]:
+    return expected(family, PROMPTS[:3])
+
+
+def test_positions_of_three_axes_are_needed(caplog: pytest.LogCaptureFixture) -> None:
+    """A slot's next text, of pictures or not, has its own positions, and so have equal prompts."""
+    one = sighted("qwen2_5_vl")
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[0], PROMPTS[0], PROMPTS[2]]
+    with caplog.at_level("INFO"), one.llm("ngram", max_batch_size=2) as llm:
+        assert texts(llm, prompts) == expected("qwen2_5_vl", prompts)
+    assert "positions of pictures have three axes" in caplog.text
+    with pytest.MonkeyPatch.context() as patch, one.llm() as llm:
+        patch.setattr(SlotAxes, "put", lambda *_: None)
+        assert texts(llm, PROMPTS[:1]) != expected("qwen2_5_vl", PROMPTS[:1])
 
 
 def test_requests_that_lose_their_blocks_go_on() -> None:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import NamedTuple
+
+from torch import Tensor
 
 from guided_spec.engine.request import Request, State
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.pictures.vision import VisionTower
+
+
+class PromptAxes(NamedTuple):
+    """tower: counts the positions of a prompt with pictures. slots: of the texts that run."""
+
+    tower: VisionTower
+    slots: SlotAxes
 
 
 class PicturePlaces:
     """Gives requests the rows of their pictures, and takes them back when they have ended.
 
     A request that is requeued keeps them. rows: None where the model reads no pictures.
+    axes: what gives a prompt's positions, and where they are kept; None where they have one axis.
     """
 
-    def __init__(self, rows: PictureRows | None) -> None:
-        self._rows = rows
-        self._holders: list[Request] = []
+    def __init__(self, rows: PictureRows | None, axes: PromptAxes | None = None) -> None:
+        self._rows, self._axes = rows, axes
+        self._holders: dict[Request, Tensor | None] = {}  # and positions of their prompts
 
     def place(self, request: Request) -> bool:
         """Whether it has rows for all its pictures; False where it must wait for others' end.
@@ -30,18 +43,24 @@ class PicturePlaces:
         ids = self._rows.take(prompt.pictures)
         if ids is None:
             return False
+        self._holders[request] = None
+        if self._axes is not None:
+            self._holders[request] = self._axes.tower.positions(prompt)
         request.place_pictures(ids)
-        self._holders.append(request)
         return True
+
+    def begin(self, request: Request) -> None:
+        """The request has got a slot, in which its prompt will be read."""
+        if self._axes is not None:
+            self._axes.slots.put(request.text.slot, self._holders.get(request))
 
     def release_ended(self, in_flight: Container[Request]) -> None:
         """in_flight: requests whose rows a launched step still reads."""
-        left = []
-        for request in self._holders:
-            if request.state is not State.FINISHED or request in in_flight:
-                left.append(request)
-            else:
-                assert self._rows is not None
-                assert request.job.pictures is not None
-                self._rows.release(request.job.pictures.pictures)
-        self._holders = left
+        ended = [
+            one for one in self._holders if one.state is State.FINISHED and one not in in_flight
+        ]
+        for request in ended:
+            del self._holders[request]
+            assert self._rows is not None
+            assert request.job.pictures is not None
+            self._rows.release(request.job.pictures.pictures)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, Qwen2ForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -16,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from guided_spec.errors import ModelError
 from guided_spec.models.pictures.embedding import PictureEmbedding
-from guided_spec.models.pictures.picture import Picture, Sight
+from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
 
@@ -27,15 +28,19 @@ SERVED = {
     "llava_next": "language_model",
     "internvl": "language_model",
     "mistral3": "language_model",
+    "qwen2_vl": "language_model",
+    "qwen2_5_vl": "language_model",
 }
-"""By model_type, the name of the language model in ``model.model``: families whose positions have
-one axis, and whose attention is causal."""
+"""By model_type, the name of the language model in ``model.model``: families of causal attention.
+"""
+WITH_AXES = {"qwen2_vl": Qwen2ForCausalLM, "qwen2_5_vl": Qwen2ForCausalLM}
+"""Those whose positions have three axes, and what puts an output head on their language model."""
 
 _BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _AXES),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "its first layers take features of them too"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
@@ -44,11 +49,15 @@ _PROBE = (1, 2, 3, 5)  # token ids
 
 
 class SplitModel(NamedTuple):
-    """language: reads text and ids of rows. pictures: these rows; None where it reads none."""
+    """language: reads text and ids of rows. pictures: these rows; None where it reads none.
+
+    tower: where positions have three axes, what gives those of a prompt; else None.
+    """
 
     language: PreTrainedModel
     sight: Sight
     pictures: PictureRows | None = None
+    tower: VisionTower | None = None
 
 
 def is_vision_config(config: Any) -> bool:
@@ -74,8 +83,9 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     with errors_naming(model, "its language model cannot be told from its vision tower"):
         language, table = _language_of(model, num_rows)
         _try(model, language)
-    rows = PictureRows(table, VisionTower(model))
-    return SplitModel(language, Sight(None, table.placeholder, num_rows), rows)
+    tower = VisionTower(model)
+    sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
+    return SplitModel(language, sight, rows, tower if kind in WITH_AXES else None)
 
 
 def _refusal(config: Any) -> str:
@@ -104,16 +114,18 @@ def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmb
     if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
         raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
     text_config = decoder.config
-    language_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    language_class: Any = WITH_AXES.get(model.config.model_type)
+    language_class = language_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
     with torch.device("meta"):
         language = language_class(text_config)
-    own = language.get_decoder()
+    own = copy.copy(decoder)
+    own._modules = dict(decoder._modules)
     tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
     table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
     if tied:
         model.lm_head.weight.data = stock.weight.data
-    for name, module in decoder.named_children():
-        setattr(own, name, table if module is stock else module)
+    own.set_input_embeddings(table)
+    language.model = own
     language.set_output_embeddings(model.lm_head)
     left = [name for name, one in language.named_parameters() if one.is_meta]
     if left:
@@ -129,7 +141,12 @@ class VisionTower:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self._names = set(inspect.signature(model.model.get_image_features).parameters)
+        inner: Any = model.model
+        self._names = set(inspect.signature(inner.get_image_features).parameters)
+        self._takes_kinds = False
+        if model.config.model_type in WITH_AXES:
+            names = inspect.signature(inner.get_rope_index).parameters
+            self._takes_kinds = "mm_token_type_ids" in names
 
     @torch.inference_mode()
     def features(self, picture: Picture) -> Tensor:
@@ -144,6 +161,19 @@ class VisionTower:
             counts = f"{len(rows)} rows for a picture of {picture.count} tokens"
             raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")
         return rows
+
+    @torch.inference_mode()
+    def positions(self, prompt: PicturePrompt) -> Tensor:
+        """int64 [3, P]: time, height and width of each token. Raises ModelError."""
+        model, places = self._model.model, torch.tensor(prompt.places)
+        ids = torch.tensor([prompt.token_ids])
+        grids = [torch.from_numpy(one.inputs["image_grid_thw"]) for one in prompt.pictures]
+        kinds = torch.zeros_like(ids).index_fill_(1, places, 1)
+        given = {"mm_token_type_ids": kinds} if self._takes_kinds else {}
+        with errors_naming(self._model, "its positions cannot be counted"):
+            found: Tensor
+            found, _ = model.get_rope_index(ids, image_grid_thw=torch.cat(grids), **given)
+        return found[:, 0]
 
     def _inputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
         inputs = {}

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.models.stock.state_rules import record_rules, recording
 from guided_spec.models.target import capture_hidden, find_decoder
@@ -60,6 +61,7 @@ class StockSlots:
         self.cache = SlotCache(model.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
+        self.axes: SlotAxes | None = None  # of a model that reads pictures so
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.
@@ -89,9 +91,10 @@ class StockSlots:
         plan = StepPlan(*where, num_tokens=token_ids.shape[1], max_length=length, view=view)
         self.cache.begin(plan)
         positions = plan.positions(device)
+        axes = self.axes
         arguments = {
             "input_ids": token_ids,
-            "position_ids": positions,
+            "position_ids": positions if axes is None else axes.at(inputs.slots, positions),
             "attention_mask": None,
             **cache_keyword(self.model, self.cache),
             "use_cache": True,

@@ -84,7 +84,7 @@ class MessagesBody(CountBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def as_chat(body: MessagesBody, template: str, pictures: PictureRules) -> ChatBody:
+def as_chat(body: MessagesBody, template: str, pictures: PictureRules = TEXT_ALONE) -> ChatBody:
     """The chat that a body asks for.
 
     template: of the chat, which says whether the model can think. pictures: which of them are

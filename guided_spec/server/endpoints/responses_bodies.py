@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guided_spec.engine.chats.messages import plain_text, read_content, require_arguments
-from guided_spec.engine.chats.pictures import PictureRules, require_few
+from guided_spec.engine.chats.pictures import TEXT_ALONE, PictureRules, require_few
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
@@ -24,11 +24,13 @@ def own_items(body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
 
 
 def as_chat(
-    body: ResponsesBody, pictures: PictureRules, earlier: Sequence[Mapping[str, Any]] = ()
+    body: ResponsesBody,
+    earlier: Sequence[Mapping[str, Any]] = (),
+    pictures: PictureRules = TEXT_ALONE,
 ) -> ChatBody:
     """The chat that a body asks for.
 
-    pictures: which of them are read. earlier: the items of the response that it goes on from.
+    earlier: the items of the response that it goes on from. pictures: which of them are read.
     Raises ApiError, ConfigError and UnknownOptionError for what a chat has not.
     """
     if body.background:
