@@ -32,7 +32,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.target.pictures import PicturePlaces, PromptAxes
+from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
@@ -174,15 +174,6 @@ def plan_slots(
     if shares_blocks:
         return memory.sharing(config.max_batch_size, length)
     return SlotPlan(min(config.max_batch_size, fitting), length)
-
-
-def _picture_places(split: SplitModel, target: CausalLM) -> PicturePlaces:
-    if split.tower is None:
-        return PicturePlaces(split.pictures)
-    if not isinstance(target, SlotLM):
-        kind = split.language.config.model_type
-        raise ModelError(f"model_type={kind!r}: pictures need texts over slots, and it has none")
-    return PicturePlaces(split.pictures, PromptAxes(split.tower, target.keep_axes()))
 
 
 def _load_target(
@@ -343,7 +334,7 @@ class Setup:
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)
-        engine = Engine(target, drafter, config, window, _picture_places(split, target))
+        engine = Engine(target, drafter, config, window, PicturePlaces.of(split, target))
         if config.capture and target.device.type == "cuda":
             warm_up(engine, context.vocabulary, grammars)
         engine.set_draft_lengths()

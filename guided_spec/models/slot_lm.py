@@ -91,8 +91,9 @@ class SlotLM(WithoutBlocks):
 
     def keep_axes(self) -> SlotAxes:
         """Read positions of three axes from now on: those that are put into what this returns."""
-        self._slots.axes = SlotAxes(self.num_slots, self.max_length, self.device)
-        return self._slots.axes
+        table: Any = self.model.get_input_embeddings()
+        axes = self._slots.axes = SlotAxes(self.num_slots, self.max_length, self.device, table)
+        return axes
 
     @property
     def has_linear_state(self) -> bool:

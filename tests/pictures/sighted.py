@@ -18,7 +18,6 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from guided_spec.engine.llm import LLM
 from tests.tiny_llm import CORPUS, tiny_tokenizer
 
-FAMILIES = ("idefics3", "llava", "llava_next", "internvl", "mistral3", "qwen2_vl", "qwen2_5_vl")
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] }}:
@@ -52,7 +51,18 @@ VISION = {
     "initializer_range": 0.2,
 }
 INTERNVL_VISION = {"image_size": [16, 16], "patch_size": [4, 4], "layer_scale_init_value": 0.5}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+CLIP = {"model_type": "clip_vision_model", "projection_dim": 16, **VISION}
+LLAMA = {"model_type": "llama"}
+QWEN3: dict[str, Any] = {
+    "vision_config": {
+        **{"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2},
+        **{"patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 64},
+        **{"deepstack_visual_indexes": [0, 1], "initializer_range": 0.2},
+    },
+    "text_config": {"head_dim": 8, "rope_parameters": AXES},
+}
 GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -244,52 +254,62 @@ class QwenLike(InternVLLike):
         return {"pixel_values": found["pixel_values"], "image_grid_thw": grids, "shown": shown}
 
 
+OWN: dict[str, dict[str, Any]] = {
+    "idefics3": {
+        "vision_config": VISION,
+        "text_config": {"model_type": "llama", "tie_word_embeddings": True},
+        "scale_factor": 2,
+        "tie_word_embeddings": True,
+    },
+    "llava": {"vision_config": CLIP, "text_config": LLAMA, "vision_feature_layer": -1},
+    "llava_next": {
+        "vision_config": CLIP,
+        "text_config": LLAMA,
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": GRID,
+    },
+    "internvl": {
+        "vision_config": {"model_type": "internvl_vision", **VISION, **INTERNVL_VISION},
+        "text_config": {"model_type": "qwen2"},
+    },
+    "mistral3": {
+        "vision_config": {"model_type": "pixtral", **VISION, "image_size": 32, "head_dim": 8},
+        "text_config": {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+    },
+    "qwen2_vl": {
+        "vision_config": {
+            **{"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+            **{"patch_size": 4, "mlp_ratio": 2, "initializer_range": 0.2},
+        },
+        "text_config": {"rope_parameters": AXES},
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2},
+            **{"patch_size": 4, "out_hidden_size": 32, "window_size": 16},
+            **{"fullatt_block_indexes": [1], "initializer_range": 0.2},
+        },
+        "text_config": {"rope_parameters": AXES},
+    },
+    "qwen3_vl": QWEN3,
+    "qwen3_vl_moe": {**QWEN3, "text_config": {**QWEN3["text_config"], **EXPERTS}},
+}
+NAMES = {
+    **{"idefics3": "Idefics3", "llava": "Llava", "llava_next": "LlavaNext"},
+    **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
+    **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
+}
+FAMILIES = tuple(OWN)
+
+
 def _config(family: str, vocab_size: int, processor: Any) -> Any:
-    text: dict[str, Any] = {**TEXT, "vocab_size": vocab_size}
+    own = OWN[family]
+    text = {**TEXT, "vocab_size": vocab_size, **own["text_config"]}
     image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    common = {"image_token_id": image_token_id, "pad_token_id": 0}
-    names = {"idefics3": "Idefics3", "llava": "Llava", "llava_next": "LlavaNext"}
-    names |= {"internvl": "InternVL", "mistral3": "Mistral3"}
-    names |= {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
-    own: dict[str, Any] | None = {
-        "idefics3": {
-            "vision_config": VISION,
-            "text_config": {"model_type": "llama", **text, "tie_word_embeddings": True},
-            "scale_factor": 2,
-            "tie_word_embeddings": True,
-        },
-        "internvl": {
-            "vision_config": {"model_type": "internvl_vision", **VISION, **INTERNVL_VISION},
-            "text_config": {"model_type": "qwen2", **text},
-        },
-        "mistral3": {
-            "vision_config": {"model_type": "pixtral", **VISION, "image_size": 32, "head_dim": 8},
-            "text_config": {"model_type": "mistral", **text, "head_dim": 8, "sliding_window": None},
-            "spatial_merge_size": 2,
-            "vision_feature_layer": -1,
-        },
-        "qwen2_vl": {
-            "vision_config": {
-                **{"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
-                **{"patch_size": 4, "mlp_ratio": 2, "initializer_range": 0.2},
-            },
-            "text_config": {**text, "rope_parameters": AXES},
-        },
-        "qwen2_5_vl": {
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2},
-                **{"patch_size": 4, "out_hidden_size": 32, "window_size": 16},
-                **{"fullatt_block_indexes": [1], "initializer_range": 0.2},
-            },
-            "text_config": {**text, "rope_parameters": AXES},
-        },
-    }.get(family)
-    if own is None:
-        vision = {"model_type": "clip_vision_model", "projection_dim": 16, **VISION}
-        own = {"vision_config": vision, "text_config": {"model_type": "llama", **text}}
-        own["vision_feature_layer"] = -1
-        own |= {"image_grid_pinpoints": GRID} if family == "llava_next" else {}
-    return getattr(transformers, f"{names[family]}Config")(**own, **common)
+    given = {**own, "text_config": text, "image_token_id": image_token_id, "pad_token_id": 0}
+    return getattr(transformers, f"{NAMES[family]}Config")(**given)
 
 
 __all__ = ["CORPUS", "FAMILIES", "InternVLLike", "Sighted", "ask", "picture", "png", "sighted"]

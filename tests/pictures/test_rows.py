@@ -32,7 +32,7 @@ class Tower:
         number = float(picture.inputs["number"])
         if number == 9:
             raise ModelError("no such picture")
-        return torch.full((picture.count, WIDTH), number)
+        return torch.full((picture.count, 1, WIDTH), number)
 
 
 def made(num_rows: int) -> tuple[PictureEmbedding, PictureRows]:

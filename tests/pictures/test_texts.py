@@ -52,7 +52,7 @@ def test_texts_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "auto")],
+    [("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "auto"), ("qwen3_vl", "auto")],
 )
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "chain:grammar_forced+ngram"])
 def test_drafts_change_nothing(family: str, kernels: str, proposer: str) -> None:
@@ -89,7 +89,7 @@ def test_a_draft_model_reads_placeholders() -> None:
 @given(
     st.integers(1, 40),
     st.integers(1, 4),
-    st.sampled_from([("internvl", "packed"), ("internvl", "stock"), ("qwen2_5_vl", "auto")]),
+    st.sampled_from([("internvl", "packed"), ("internvl", "stock"), ("qwen3_vl", "auto")]),
 )
 def test_prompts_in_pieces(pieces: int, num_slots: int, form: tuple[str, str]) -> None:
     family, kernels = form

@@ -8,9 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from guided_spec.engine.request import Request, State
+from guided_spec.errors import ModelError
+from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.rows import PictureRows
-from guided_spec.models.pictures.vision import VisionTower
+from guided_spec.models.pictures.vision import SplitModel, VisionTower
+from guided_spec.models.slot_lm import SlotLM
 
 
 class PromptAxes(NamedTuple):
@@ -30,6 +33,16 @@ class PicturePlaces:
     def __init__(self, rows: PictureRows | None, axes: PromptAxes | None = None) -> None:
         self._rows, self._axes = rows, axes
         self._holders: dict[Request, Tensor | None] = {}  # and positions of their prompts
+
+    @classmethod
+    def of(cls, split: SplitModel, target: CausalLM) -> PicturePlaces:
+        """target: of the split model's language. Raises ModelError where it keeps no slots."""
+        if split.tower is None:
+            return cls(split.pictures)
+        if not isinstance(target, SlotLM):
+            kind = split.language.config.model_type
+            raise ModelError(f"model_type={kind!r}: pictures need texts over slots, it has none")
+        return cls(split.pictures, PromptAxes(split.tower, target.keep_axes()))
 
     def place(self, request: Request) -> bool:
         """Whether it has rows for all its pictures; False where it must wait for others' end.

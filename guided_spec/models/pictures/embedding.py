@@ -13,11 +13,14 @@ class PictureEmbedding(nn.Embedding):
     """Looks tokens up as ``nn.Embedding`` does; ids from ``num_tokens`` on are rows of pictures.
 
     placeholder: the token that stands for them where a prompt is written down.
+    deep: [num_rows, D, H], what the first D layers add to what they give for a row; None where no
+        layer does.
     """
 
     def __init__(self, weight: Tensor, num_tokens: int, placeholder: int) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
         self.num_tokens, self.placeholder = num_tokens, placeholder
+        self.deep: Tensor | None = None
 
     @classmethod
     def widening(cls, stock: nn.Embedding, num_rows: int, placeholder: int) -> PictureEmbedding:
@@ -32,6 +35,19 @@ class PictureEmbedding(nn.Embedding):
         stock.weight.data = weight[: len(own)]
         return cls(weight, len(own), placeholder)
 
+    def deepen(self, num_layers: int) -> None:
+        """Let rows hold what so many layers add."""
+        if num_layers:
+            self.deep = self.weight.new_zeros(self.num_rows, num_layers, self.embedding_dim)
+
+    def deep_arguments(self, token_ids: Tensor) -> dict[str, Any]:
+        """What a decoder of transformers is told of the rows among int64 [B, T]."""
+        if self.deep is None:
+            return {}
+        seen = token_ids >= self.num_tokens
+        found = self.deep[token_ids[seen] - self.num_tokens]
+        return {"visual_pos_masks": seen, "deepstack_visual_embeds": list(found.unbind(1))}
+
     @property
     def num_rows(self) -> int:
         """Rows of pictures."""
@@ -39,9 +55,11 @@ class PictureEmbedding(nn.Embedding):
 
     @torch.inference_mode()
     def write(self, rows: list[int], features: Tensor) -> None:
-        """Make these rows of pictures ``features`` [len(rows), H]."""
-        index = torch.tensor(rows, device=self.weight.device) + self.num_tokens
-        self.weight[index] = features.to(self.weight)
+        """Make these rows of pictures ``features`` [len(rows), 1 + D, H]."""
+        index = torch.tensor(rows, device=self.weight.device)
+        self.weight[self.num_tokens + index] = features[:, 0].to(self.weight)
+        if self.deep is not None:
+            self.deep[index] = features[:, 1:].to(self.deep)
 
 
 def token_rows(embedding: nn.Module) -> Any:

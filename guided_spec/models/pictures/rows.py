@@ -17,7 +17,7 @@ class ReadsPictures(Protocol):
     """A vision tower, with what brings its features to the width of the embedding."""
 
     def features(self, picture: Picture) -> Tensor:
-        """[picture.count, H]. Raises ModelError."""
+        """[picture.count, 1 + D, H], see ``PictureEmbedding``. Raises ModelError."""
 
 
 @dataclass(slots=True)

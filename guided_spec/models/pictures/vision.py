@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -30,18 +35,26 @@ SERVED = {
     "mistral3": "language_model",
     "qwen2_vl": "language_model",
     "qwen2_5_vl": "language_model",
+    "qwen3_vl": "language_model",
+    "qwen3_vl_moe": "language_model",
 }
 """By model_type, the name of the language model in ``model.model``: families of causal attention.
 """
-WITH_AXES = {"qwen2_vl": Qwen2ForCausalLM, "qwen2_5_vl": Qwen2ForCausalLM}
+WITH_AXES: dict[str, Any] = {
+    "qwen2_vl": Qwen2ForCausalLM,
+    "qwen2_5_vl": Qwen2ForCausalLM,
+    "qwen3_vl": Qwen3ForCausalLM,
+    "qwen3_vl_moe": Qwen3ForCausalLM,
+}
 """Those whose positions have three axes, and what puts an output head on their language model."""
 
+_DEEP = ("qwen3_vl", "qwen3_vl_moe")  # whose first layers take features too
 _BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "its first layers take features of them too"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"), _AXES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AXES),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
 _TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
@@ -114,14 +127,19 @@ def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmb
     if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
         raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
     text_config = decoder.config
-    language_class: Any = WITH_AXES.get(model.config.model_type)
-    language_class = language_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    kind = model.config.model_type
     with torch.device("meta"):
-        language = language_class(text_config)
+        if kind in WITH_AXES:  # their own configurations lack some of its fields
+            language: Any = WITH_AXES[kind](WITH_AXES[kind].config_class(num_hidden_layers=1))
+            language.config, language.vocab_size = text_config, text_config.vocab_size
+        else:
+            known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+            language = known[type(text_config)](text_config)
     own = copy.copy(decoder)
     own._modules = dict(decoder._modules)
     tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
     table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
+    table.deepen(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())))
     if tied:
         model.lm_head.weight.data = stock.weight.data
     own.set_input_embeddings(table)
@@ -134,6 +152,11 @@ def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmb
     language.config.name_or_path = model.config.name_or_path
     language.eval()
     return language, table
+
+
+def _rows_of(level: Any) -> Tensor:
+    parts = [level] if isinstance(level, Tensor) else level
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 class VisionTower:
@@ -150,13 +173,17 @@ class VisionTower:
 
     @torch.inference_mode()
     def features(self, picture: Picture) -> Tensor:
-        """[picture.count, H]. Raises ModelError, also where the processor is another model's."""
+        """[picture.count, 1 + D, H], see ``PictureEmbedding``.
+
+        Raises ModelError, also where the processor is another model's.
+        """
         model = self._model
         with errors_naming(model, "its vision tower failed"):
             found = model.get_image_features(**self._inputs(picture.inputs), return_dict=True)
-            parts = found.pooler_output
-            parts = [parts] if isinstance(parts, Tensor) else parts
-            rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+            levels = [found.pooler_output]
+            if model.config.model_type in _DEEP:
+                levels += found.deepstack_features
+            rows = torch.stack([_rows_of(level) for level in levels], 1)
         if len(rows) != picture.count:
             counts = f"{len(rows)} rows for a picture of {picture.count} tokens"
             raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")

@@ -91,14 +91,15 @@ class StockSlots:
         plan = StepPlan(*where, num_tokens=token_ids.shape[1], max_length=length, view=view)
         self.cache.begin(plan)
         positions = plan.positions(device)
-        axes = self.axes
         arguments = {
             "input_ids": token_ids,
-            "position_ids": positions if axes is None else axes.at(inputs.slots, positions),
+            "position_ids": positions,
             "attention_mask": None,
             **cache_keyword(self.model, self.cache),
             "use_cache": True,
         }
+        if self.axes is not None:
+            arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
             masks = self._masks.build(positions, plan.view, self.model.dtype)
             arguments["attention_mask"] = masks
