@@ -28,7 +28,7 @@ Prompts = Prompt | Iterable[Prompt] | Mapping[str, Any]
 """One prompt, several in any iterable or as the rows of an array, or what a tokenizer returned: a
 ``BatchEncoding``, whose attention mask says what is padding."""
 
-NO_SIGHT = Sight("its chat takes text alone")
+NO_SIGHT = Sight("pictures are not read here")
 _TEXTS = (str, bytes, bytearray)
 _QUIET = {"verbose": False}  # a tokenizer warns of long texts; those that do not fit are refused
 _KINDS = "pass a str, a list of token ids, or a list of chat messages"

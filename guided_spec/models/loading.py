@@ -120,7 +120,8 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
         arguments = {**arguments, "config": same}
     if target is not None and _is_quantized(path, arguments):
         config = _config_of(path, arguments)
-        recipe = _fp8_recipe(config, arguments) if target.type in FP8_DEVICES else None
+        has_fp8 = target.type in FP8_DEVICES and not is_vision_config(config)
+        recipe = _fp8_recipe(config, arguments) if has_fp8 else None
         loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
         if loaded is not None:
             return loaded.to(target)

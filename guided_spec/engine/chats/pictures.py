@@ -54,7 +54,7 @@ class PictureRules(NamedTuple):
     address than ``data:``, or raises; None refuses them.
     """
 
-    refusal: str | None = "its chat takes text alone"
+    refusal: str | None = "pictures are not read here"
     takes_files: bool = True
     fetch: FetchImage | None = None
 
