@@ -134,6 +134,10 @@ class PromptEncoder:
             if bos is None:
                 raise PromptError("prompt='': it has no tokens; pass at least one word")
             token_ids = [bos]
+        if pictures is None and self.sight.placeholder in token_ids:
+            at, token = token_ids.index(self.sight.placeholder), self.sight.placeholder
+            fix = "pass messages with pictures to chat, and the prompt of prepare_chat to generate"
+            raise PromptError(f"prompt holds token {token} at {at}, a picture's place: {fix}")
         self._require_short(token_ids)
         return ReadPrompt(token_ids, pictures)
 

@@ -192,7 +192,10 @@ def test_text_may_not_stand_for_pictures() -> None:
         for words in ("<image> and", "<image><image>"):
             with pytest.raises(PromptError, match="write no <image> in messages"):
                 llm.chat(ask(words, picture(1), "and?"))
-        assert llm.chat(ask("<image> and no picture"), params=GREEDY).text is not None
+        alone = llm.prepare_chat(ask(picture(1), "and?")).prompt_ids
+        for prompt in (ask("<image> and no picture"), "an <image>", alone):
+            with pytest.raises(PromptError, match="holds token 380 at .*, a picture's place: pass"):
+                llm.generate([prompt], GREEDY)
 
 
 PART = url_part(png(picture(1)))
@@ -239,3 +242,26 @@ def test_a_folder_is_loaded_with_its_processor(tmp_path: Path) -> None:
     one.processor.save_pretrained(tmp_path)
     with LLM(str(tmp_path), "ngram", max_model_len=512) as llm:
         assert llm.chat(prompt, params=GREEDY).completion.token_ids == one.expected(prompt, 8)
+
+
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' ' }}{% endfor %}{% endfor %}ASSISTANT:"
+)
+
+
+def test_text_in_one_string_is_shown_by_templates_of_parts() -> None:
+    variables = {"chat_template": LLAVA}
+    with sighted("llava").llm() as llm:
+        whole, parts = (
+            llm.prepare_chat([{"role": "user", "content": content}], chat_template_kwargs=variables)
+            for content in ("a cat", [{"type": "text", "text": "a cat"}])
+        )
+        seen = llm.prepare_chat(ask("a cat", picture(1)), chat_template_kwargs=variables)
+    assert llm.tokenizer.decode(whole.prompt_ids) == "USER: a cat ASSISTANT:"
+    assert whole.prompt_ids == parts.prompt_ids
+    assert seen.pictures is not None
+    assert seen.prompt_ids.count(380) == seen.pictures.pictures[0].count

@@ -41,7 +41,8 @@ def read_messages(
     """Messages as chat templates read them: with text for content, and roles that they know.
 
     A role that the template does not know, "developer", becomes "system". Content in parts stays so
-    where the template reads parts. What was read may be read again.
+    where the template reads parts; text becomes one where it reads nothing else. What was read may
+    be read again.
 
     pictures: which of them are read; each becomes {"type": "image", "image": OpenPicture}.
 
@@ -91,6 +92,8 @@ def _read_one(
         ]
     else:
         content = plain_text(content, f"{path}.content", pictures)
+        if reads.takes_parts_alone and not (content == "" and role == "assistant"):
+            content = [{"type": "text", "text": content}]
     if role == "developer" and role not in reads.roles:
         role = "system"
     return {**message, "role": role, "content": content}
