@@ -203,11 +203,20 @@ def test_a_tower_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPat
     assert found[2].completions[0].token_ids == again == one.expected(ask(picture(6), LONG), LENGTH)
 
 
-def test_another_models_processor_is_refused() -> None:
-    one = sighted("llava")
+@pytest.mark.parametrize(
+    ("family", "error", "reason"),
+    [
+        ("llava_next", ModelError, "the vision tower (gave|failed)|its vision tower failed"),
+        ("internvl", PromptError, "the processor's <IMG_CONTEXT> is not the model's token"),
+    ],
+)
+def test_another_models_processor_is_refused(
+    family: str, error: type[Exception], reason: str
+) -> None:
+    one, other = sighted("llava"), sighted(family).processor
     with (
-        LLM(one.model, "none", processor=sighted("llava_next").processor, max_model_len=512) as llm,
-        pytest.raises(ModelError, match="the vision tower (gave|failed)|its vision tower failed"),
+        LLM(one.model, "none", processor=other, max_model_len=512) as llm,
+        pytest.raises(error, match=reason),
     ):
         llm.chat(ask(picture(1, (40, 20)), "and?"), params=GREEDY)
 

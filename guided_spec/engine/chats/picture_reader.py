@@ -92,6 +92,9 @@ class PictureReader:
             ids += next(expanded) if token_id == placeholder else [token_id]
         places = [at for at, one in enumerate(ids) if one == placeholder]
         chosen = tuple(read[id(one)][0] for one in pictures)
+        if not all(one.count for one in chosen) or len(places) != sum(one.count for one in chosen):
+            fix = "pass the model's own processor"
+            raise PromptError(f"messages: the processor's {token} is not the model's token: {fix}")
         return PicturePrompt(ids, chosen, places)
 
     def _tokenize(self, text: str) -> list[int]:
