@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import (
     AsyncGenerator,
@@ -221,7 +222,7 @@ class LLM(Homebound):
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
-        request = self.prepare_chat(messages, tools, **options)
+        request = await asyncio.to_thread(self.prepare_chat, messages, tools, **options)
         return request.read((await self.agenerate(request.prompt, request.params))[0])
 
     @named_options
@@ -248,7 +249,7 @@ class LLM(Homebound):
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[ChatChunk]:
         """``stream_chat`` for asyncio."""
-        request = self.prepare_chat(messages, tools, **options)
+        request = await asyncio.to_thread(self.prepare_chat, messages, tools, **options)
         streams = [ChatStream(request, sample) for sample in range(request.params.n)]
         async with aclosing(self.astream(request.prompt, request.params)) as chunks:
             async for chunk in chunks:
