@@ -42,6 +42,7 @@ class EngineConfig:
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
         that keep whole slots (docs/gpu.md).
+    picture_tokens: of pictures that are kept at a time; requests of more wait.
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
         memory, or 0.7 of what is free on a CUDA device: half where that would leave less
         than 6 GiB, or where the draft is a model of its own. Where fewer slots than
@@ -67,8 +68,8 @@ class EngineConfig:
     kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
         graphs; its results differ from the stock modules' by rounding. "packed" raises ModelError
         where that form fails its trial; "stock" leaves everything to the stock modules.
-    capture: whether CUDA graphs are captured and kernels compiled when the engine is made, so that
-        no step does so later; False leaves that to the steps that first need them.
+    capture: whether CUDA graphs are captured and kernels compiled when the engine is made; False
+        leaves that to the steps that first need them.
 
     Raises ConfigError for a value out of range.
     """
@@ -80,6 +81,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_tokens: int = 4096
     prefix_cache: bool = True
+    picture_tokens: int = 8192
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
     grammar_cache_bytes: int = 2**30
@@ -99,6 +101,7 @@ class EngineConfig:
             require_int("max_model_len", self.max_model_len, low=2)
         require_int("prefill_tokens", self.prefill_tokens, low=1)
         require_switches(prefix_cache=self.prefix_cache, capture=self.capture)
+        require_int("picture_tokens", self.picture_tokens, low=1)
         if self.kv_memory_bytes is not None:
             require_int("kv_memory_bytes", self.kv_memory_bytes, low=1)
         require_int("compile_threads", self.compile_threads, low=1, high=MOST_THREADS)

@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "batch": ("batch",),
     "cli": ("cli",),
+    "engine": ("vision",),
     "evaluate": ("plots",),
     "models": ("lora", "parallel"),
     "server": ("serve", "telemetry"),
@@ -30,12 +31,13 @@ HOSTS = {"integrations": ENGINES | {"prometheus_client"}}  # that is a dependenc
 
 
 def declared(*extras: str) -> set[str]:
-    """The import names of the dependencies: those of the distributions, OpenTelemetry's apart."""
+    """The import names of the dependencies: those of the distributions, with two exceptions."""
     requirements = list(PROJECT["dependencies"])
     for extra in extras:
         requirements += PROJECT["optional-dependencies"][extra]
     names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
     found = {name[0].lower().replace("-", "_") for name in names if name is not None}
+    found |= {"PIL"} if "pillow" in found else set()
     return found | {"opentelemetry" for name in found if name.startswith("opentelemetry_")}
 
 

@@ -88,6 +88,8 @@ def generate(
     if files.is_wanted:
         if compare:
             raise ConfigError("--compare", compare, "is for one text; leave it out")
+        if asked.image:
+            raise ConfigError("--image", str(asked.image[0]), "is for one text; leave it out")
         run_batch(files, asked, load, proposer, as_json=as_json)
         return
     params, prompt = asked.params(), asked.message(asked.text())

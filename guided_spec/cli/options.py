@@ -104,6 +104,9 @@ class TextOptions:
         str, typer.Option(help="If --max-tokens cuts the text short: return or error.")
     ] = "return"
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Picture of a chat message; can be repeated.")
+    ] = None
 
     def params(self) -> SamplingParams:
         """How to sample, under the grammar that was asked for.
@@ -138,6 +141,9 @@ class TextOptions:
 
     def message(self, text: str) -> Any:
         """``text`` as a prompt of ``LLM``."""
+        if self.image:
+            pictures = [{"type": "image", "image": str(one)} for one in self.image]
+            return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
         return [{"role": "user", "content": text}] if self.chat else text
 
     def _grammar(self) -> GrammarSpec | None:

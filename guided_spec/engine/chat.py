@@ -16,9 +16,10 @@ from itertools import count
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from guided_spec.engine.chats.messages import read_messages, require_variables
+from guided_spec.engine.chats.pictures import FetchImage
 from guided_spec.engine.chats.template import render_arguments, template_text
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
-from guided_spec.engine.prompt import Message, PromptEncoder
+from guided_spec.engine.prompt import Message, Prompt, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.custom import as_function_call
@@ -49,6 +50,7 @@ from guided_spec.grammar.tools.reasoning import (
 from guided_spec.grammar.value import parse_value
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_kinds
+from guided_spec.models.pictures.picture import PicturePrompt
 from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
 
 ChatFinishReason = Literal["stop", "length", "error", "tool_calls"]
@@ -65,6 +67,7 @@ class ChatOptions(TypedDict, total=False):
     response_format: Any
     chat_template_kwargs: Mapping[str, Any] | None
     params: SamplingParams | None
+    fetch_image: FetchImage | None
 
 
 class ChatCompletion(NamedTuple):
@@ -199,11 +202,21 @@ class _Reader(NamedTuple):
 
 
 class ChatRequest(NamedTuple):
-    """One conversation, ready for the engine, and what reads the reply."""
+    """One conversation, ready for the engine, and what reads the reply.
+
+    prompt_ids: its tokens; of a picture one that stands for each of its rows.
+    pictures: the same with its pictures; None without any.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
     reader: _Reader
+    pictures: PicturePrompt | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        """What ``generate`` takes."""
+        return self.prompt_ids if self.pictures is None else self.pictures
 
     def read(self, output: RequestOutput) -> ChatOutput:
         """The answers. Raises the error of a request that failed."""
@@ -287,19 +300,22 @@ class Chat:
         parsed = read_tools(tools or [])
         template = template_text(self._tokenizer, {**variables, "tools": listed})
         require_variables(variables, template, render_arguments(self._tokenizer))
-        prompt = self._render(read_messages(messages, template), {**variables, "tools": listed})
+        rules = self._encoder.picture_rules._replace(fetch=options.get("fetch_image"))
+        read = read_messages(messages, template, rules)
+        prompt = self._render(read, {**variables, "tools": listed})
         _require_rendered(parsed, template, prompt)
         choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
         reader = self._reader(template, prompt, left, options)
         is_parallel = options.get("parallel_tool_calls", True)
-        rules = ToolRules(left, choice, is_parallel, self._stop_names())
+        tool_rules = ToolRules(left, choice, is_parallel, self._stop_names())
         if choice == "auto":
             reader = reader.with_form(asked.form)
-        params = replace(asked.params, grammar=_grammar(asked, rules, reader))
+        params = replace(asked.params, grammar=_grammar(asked, tool_rules, reader))
         reader = _after_own_marker(reader, params.grammar)
         if choice == "none":
             reader = reader._replace(tools=())
-        return ChatRequest(self._encoder.encode_rendered(prompt), params, reader)
+        token_ids, pictures = self._encoder.encode_chat(prompt, read)
+        return ChatRequest(token_ids, params, reader, pictures)
 
     def _reader(
         self, template: str, prompt: str, tools: Sequence[Tool], options: ChatOptions

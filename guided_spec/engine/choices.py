@@ -67,7 +67,8 @@ class Chooser:
         dealt = [rows[at::share] for at in range(min(share, len(rows)))]
         asked = []
         for prompt in listed:
-            job = Job(self._setup.encoder.encode(prompt), SamplingParams(), length)
+            token_ids, pictures = self._setup.encoder.read(prompt)
+            job = Job(token_ids, SamplingParams(), length, pictures=pictures)
             _check_context(job, rows)
             one = _Asked(tuple(values.values()), tree, paths)
             for part in dealt:

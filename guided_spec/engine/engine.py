@@ -25,6 +25,7 @@ from guided_spec.engine.steps.in_flight import InFlight, Piece
 from guided_spec.engine.steps.planner import Planner
 from guided_spec.engine.steps.step_runner import StepRunner
 from guided_spec.engine.suspects import Suspects
+from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.engine.target.scores import score_rows, scored_length
 from guided_spec.engine.target.target import make_target
 from guided_spec.errors import GuidedSpecError, RequestCancelledError
@@ -44,6 +45,7 @@ class Engine:
 
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
+    pictures: the places of those of requests; None where the model reads none.
 
     Attributes: model, proposer, as they were passed. config: likewise, with K = 0 where the
         proposer never drafts. target: of the model. planner: of the next step. in_flight: what the
@@ -56,6 +58,7 @@ class Engine:
         proposer: Proposer,
         config: EngineConfig,
         window: CaptureWindow | None = None,
+        pictures: PicturePlaces | None = None,
     ) -> None:
         if not proposer.may_draft(config.num_draft_tokens):  # no lengths to choose from
             config = replace(config, num_draft_tokens=0)
@@ -76,11 +79,13 @@ class Engine:
         self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
-        self._intake = Intake(scheduler, model, config.longest_draft, is_parallel=self._is_parallel)
+        self._pictures = pictures or PicturePlaces(None)
+        own = (scheduler, model, config.longest_draft, self._pictures)
+        self._intake = Intake(*own, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         shared = (proposer, scheduler, prefixes, self._slow)
-        own = (config, model, self._window)
-        self.planner = Planner(*shared, *own, layers=layers, is_parallel=self._is_parallel)
+        settings = (config, model, self._window)
+        self.planner = Planner(*shared, *settings, layers=layers, is_parallel=self._is_parallel)
         side = SideStream.none() if model.blocks is None else model.blocks.side
         self._runner = StepRunner(
             *shared, target=self.target, intake=self._intake, batches=self._batches, side=side
@@ -279,6 +284,7 @@ class Engine:
         slots = self._scheduler.remove_finished(self.in_flight.requests)
         if slots:
             self._release(slots)
+        self._pictures.release_ended(self.in_flight.requests)
 
     def _learn(self) -> None:
         """Show the proposer, where it wants to see them, the texts that have just ended well."""

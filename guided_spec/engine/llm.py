@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import (
     AsyncGenerator,
@@ -52,6 +53,7 @@ from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.choice_tree import ChoicePaths
 from guided_spec.home import Home, Homebound
+from guided_spec.models.pictures.picture import Sight
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
 from guided_spec.proposers import takes_draft
 from guided_spec.trace.record import TraceSource
@@ -208,11 +210,12 @@ class LLM(Homebound):
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
+        fetch_image: gives the bytes of a picture at an address; without it none is fetched.
 
         Raises ConfigError, PromptError, and the error of a request that fails.
         """
         request = self.prepare_chat(messages, tools, **options)
-        return request.read(self.generate(request.prompt_ids, request.params)[0])
+        return request.read(self.generate(request.prompt, request.params)[0])
 
     @named_options
     async def achat(
@@ -223,8 +226,8 @@ class LLM(Homebound):
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
-        request = self.prepare_chat(messages, tools, **options)
-        return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
+        request = await asyncio.to_thread(self.prepare_chat, messages, tools, **options)
+        return request.read((await self.agenerate(request.prompt, request.params))[0])
 
     @named_options
     def stream_chat(
@@ -240,7 +243,7 @@ class LLM(Homebound):
         """
         request = self.prepare_chat(messages, tools, **options)
         streams = [ChatStream(request, sample) for sample in range(request.params.n)]
-        for chunk in self.stream(request.prompt_ids, request.params):
+        for chunk in self.stream(request.prompt, request.params):
             yield streams[chunk.sample_index].feed(chunk)
 
     @named_options
@@ -252,9 +255,9 @@ class LLM(Homebound):
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[ChatChunk]:
         """``stream_chat`` for asyncio."""
-        request = self.prepare_chat(messages, tools, **options)
+        request = await asyncio.to_thread(self.prepare_chat, messages, tools, **options)
         streams = [ChatStream(request, sample) for sample in range(request.params.n)]
-        async with aclosing(self.astream(request.prompt_ids, request.params)) as chunks:
+        async with aclosing(self.astream(request.prompt, request.params)) as chunks:
             async for chunk in chunks:
                 yield streams[chunk.sample_index].feed(chunk)
 
@@ -408,6 +411,11 @@ class LLM(Homebound):
         return SamplingParams.from_model(self.model)
 
     @property
+    def sight(self) -> Sight:
+        """Whether and how the model reads pictures."""
+        return self._encoder.sight
+
+    @property
     def load(self) -> Load:
         """How many samples run and wait, of all callers."""
         self.home.require()
@@ -428,6 +436,8 @@ class LLM(Homebound):
             draft = self._draft
         settings |= changes
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
+        if self._encoder.processor is not None:
+            settings.setdefault("processor", self._encoder.processor)
         return LLM(self.model, proposer, draft=draft, **settings)
 
     @named_options
@@ -504,7 +514,7 @@ class LLM(Homebound):
         words: Words | None,
         traced: TraceSource | None,
     ) -> Job:
-        prompt_ids = self._encoder.encode(prompt)
+        prompt_ids, pictures = self._encoder.read(prompt)
         check_token_ids(params, self.vocabulary.vocab_size)
         words = self._encoder.bad_words(params) if words is None else words
         seed = self._seeds.draw() if params.seed is None else params.seed
@@ -519,6 +529,7 @@ class LLM(Homebound):
             bad_words=words,
             traced=traced,
             verifier=self.config.verifier,
+            pictures=pictures,
         )
         self._runner.require(job)
         if params.grammar is None:

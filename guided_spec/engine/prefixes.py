@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.packed.blocks import BLOCK
@@ -47,7 +46,7 @@ class Prefixes:
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
-            found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
+            found = self._model.start(text.slot, request.named[:-1], text.params.cache_salt)
             if self._is_coming(request, found.known + BLOCK, reads):
                 return False
             request.num_cached = found.taken
@@ -58,7 +57,7 @@ class Prefixes:
     def remember(self, request: Request, length: int) -> None:
         """Keep the first ``length`` tokens of the text for others."""
         if self.takes:
-            self._model.remember(request.text.slot, request.text.tokens, length)
+            self._model.remember(request.text.slot, request.named, length)
 
     def is_awaited(self, request: Request) -> bool:
         """Whether another request takes this one's prompt once it is read."""
@@ -99,7 +98,7 @@ class Prefixes:
         if not self._model.can_copy(length):
             return False
         self._model.copy_slot(source.text.slot, [request.text.slot], length)
-        self._states.copy(source.text.slot, request.text.slot, request.text.tokens)
+        self._states.copy(source.text.slot, request.text.slot, request.fed)
         request.num_cached, request.text.prefill = length, source.text.prefill
         request.state = request.after_prompt
         return True
@@ -114,16 +113,14 @@ class Prefixes:
             (other.state is State.PREFILL or other.stats.steps <= 1)
             and other.state in (State.PREFILL, State.DECODE)
             and max(other.num_cached, reads.get(other.number, 0)) >= length
-            and _begin_with_shared_prefix(request.text, other.text, length)
+            and _begin_with_shared_prefix(request, other, length)
             for other in self._scheduler.running()
         )
 
 
-def _begin_with_shared_prefix(text: GuidedText, other: GuidedText, length: int) -> bool:
+def _begin_with_shared_prefix(one: Request, other: Request, length: int) -> bool:
     """Whether two texts may share and have the same first ``length`` tokens."""
-    if other.params.cache_salt != text.params.cache_salt:
+    if other.text.params.cache_salt != one.text.params.cache_salt:
         return False
     last = slice(length - BLOCK, length)  # where prompts that differ do so most often
-    return other.tokens[last] == text.tokens[last] and (
-        other.tokens[:length] == text.tokens[:length]
-    )
+    return other.named[last] == one.named[last] and (other.named[:length] == one.named[:length])

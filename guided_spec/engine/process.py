@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Unpack
 
 from guided_spec.bundled import named_model
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import (
     Chunk,
@@ -49,6 +50,7 @@ from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
+from guided_spec.models.pictures.picture import Sight
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
@@ -70,13 +72,17 @@ class _Start(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What is known once the model is loaded. shown: model, proposer, device and memory."""
+    """What is known once the model is loaded. shown: model, proposer, device and memory.
+
+    sight: whether and how it reads pictures.
+    """
 
     vocabulary: Vocabulary
     max_model_len: int
     default_params: SamplingParams
     load: Load
     shown: str
+    sight: Sight
 
 
 class _Failed(NamedTuple):
@@ -133,7 +139,9 @@ class EngineProcess(Homebound):
         self._child = _Child(_Start({"model": model, **arguments}, level))
         try:
             ready = self._child.await_ready()
-            self.tokenizer = find_tokenizer(named_model(model), options)
+            named, processor = named_model(model), options.processor
+            reader = PictureReader.load(named, ready.sight, processor, options.load)
+            self.tokenizer = find_tokenizer(named, options, reader)
         except BaseException:
             self._child.close()
             raise
@@ -143,7 +151,7 @@ class EngineProcess(Homebound):
         self.ended = self._child.ended
         self._shown = ready.shown
         size = ready.vocabulary.vocab_size
-        self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len)
+        self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len, reader)
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
 
     def __repr__(self) -> str:
@@ -155,6 +163,11 @@ class EngineProcess(Homebound):
         """How many samples run and wait."""
         self.home.require()
         return self._child.load
+
+    @property
+    def sight(self) -> Sight:
+        """Whether and how the model reads pictures."""
+        return self._encoder.sight
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises PromptError."""
@@ -403,7 +416,7 @@ def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any
     try:
         with LLM(**start.arguments) as llm, frozen_heap(), short_turns():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
-            outgoing.put(_Ready(*known, repr(llm)))
+            outgoing.put(_Ready(*known, repr(llm), llm.sight))
             with contextlib.suppress(EOFError, OSError):
                 _serve(llm, connection, outgoing)
     except GuidedSpecError as error:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.engine.chats.messages import read_messages
+from guided_spec.engine.chats.messages import pictures_of, read_messages
+from guided_spec.engine.chats.picture_reader import PictureReader
+from guided_spec.engine.chats.pictures import PictureRules
 from guided_spec.engine.chats.template import template_text
 from guided_spec.errors import ConfigError, PromptError, PromptTooLongError
+from guided_spec.models.pictures.picture import PicturePrompt, Sight
 from guided_spec.ops.sampling.adjust import Words, spell_bad_words
 from guided_spec.types import SamplingParams
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message]
+Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message] | PicturePrompt
 """Text, token ids in a list or in an array of one dimension, or chat messages such as
-``{"role": "user", "content": "..."}``."""
+``{"role": "user", "content": "..."}``; or what ``prepare_chat`` made of messages with pictures."""
 Prompts = Prompt | Iterable[Prompt] | Mapping[str, Any]
 """One prompt, several in any iterable or as the rows of an array, or what a tokenizer returned: a
 ``BatchEncoding``, whose attention mask says what is padding."""
 
+NO_SIGHT = Sight("pictures are not read here")
 _TEXTS = (str, bytes, bytearray)
 _QUIET = {"verbose": False}  # a tokenizer warns of long texts; those that do not fit are refused
 _KINDS = "pass a str, a list of token ids, or a list of chat messages"
@@ -71,32 +75,78 @@ def _plain(values: Any) -> Any:
     return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
+class ReadPrompt(NamedTuple):
+    """token_ids: at least one. pictures: the same prompt with its pictures; None without any."""
+
+    token_ids: list[int]
+    pictures: PicturePrompt | None = None
+
+
 class PromptEncoder:
     """Turns prompts into token ids and refuses those that cannot run.
 
     tokenizer: a Hugging Face tokenizer. max_model_len: tokens a request may hold, the prompt and at
-    least one generated token.
+    least one generated token. pictures: reads those of chats; None refuses them.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        pictures: PictureReader | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """At least one token id. Raises PromptError."""
-        token_ids = self._token_ids(prompt)
+        """At least one token id; of a picture one that stands for each. Raises PromptError."""
+        return self.read(prompt).token_ids
+
+    @property
+    def picture_rules(self) -> PictureRules:
+        """What messages may have of pictures."""
+        return PictureRules(self.sight.refusal)
+
+    @property
+    def processor(self) -> Any:
+        """What reads pictures, of transformers; None without one."""
+        return None if self._pictures is None else self._pictures.processor
+
+    @property
+    def sight(self) -> Sight:
+        """Whether and how the model reads pictures."""
+        return NO_SIGHT if self._pictures is None else self._pictures.sight
+
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """A prompt as the engine takes it. Raises PromptError, and ConfigError for messages."""
+        if isinstance(prompt, PicturePrompt):
+            token_ids, pictures = ReadPrompt(prompt.token_ids, prompt)
+        elif _is_chat(prompt):
+            read = self._read_chat(prompt, {})
+            token_ids, pictures = self.encode_chat(self.render(read), read)
+        else:
+            token_ids, pictures = ReadPrompt(self._token_ids(prompt))
         if not token_ids:
             bos = getattr(self._tokenizer, "bos_token_id", None)
             if bos is None:
                 raise PromptError("prompt='': it has no tokens; pass at least one word")
             token_ids = [bos]
+        if pictures is None and self.sight.placeholder in token_ids:
+            at, token = token_ids.index(self.sight.placeholder), self.sight.placeholder
+            fix = "pass messages with pictures to chat, and the prompt of prepare_chat to generate"
+            raise PromptError(f"prompt holds token {token} at {at}, a picture's place: {fix}")
+        self._require_short(token_ids)
+        return ReadPrompt(token_ids, pictures)
+
+    def _require_short(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self._max_model_len:
             raise PromptTooLongError(
                 f"prompt has {len(token_ids)} tokens, but only {self._max_model_len - 1} fit "
                 f"before the first generated one: shorten it, or raise max_model_len"
             )
-        return token_ids
 
     def bad_words(self, params: SamplingParams) -> Words:
         """The token sequences that ``params.bad_words`` stand for. Raises ConfigError."""
@@ -123,6 +173,15 @@ class PromptEncoder:
             return prompt
         return self.render(prompt) if _is_chat(prompt) else None
 
+    def encode_chat(self, text: str, messages: Sequence[Any]) -> ReadPrompt:
+        """A rendered chat, with the pictures of its messages as read. Raises PromptError."""
+        pictures = pictures_of(messages)
+        if not pictures:
+            return ReadPrompt(self.encode_rendered(text))
+        assert self._pictures is not None, "messages of others are read without pictures"
+        found = self._pictures.encode(_readable(text), pictures)
+        return ReadPrompt(found.token_ids, found)
+
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of a rendered chat, to which nothing is added. Raises PromptError."""
         options = {"add_special_tokens": False, **_QUIET}
@@ -133,15 +192,7 @@ class PromptEncoder:
 
         Raises PromptError, and ConfigError for messages with other fields than it knows.
         """
-        if not _is_chat(messages):
-            raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
-        template = template_text(self._tokenizer, variables)
-        if not template:
-            raise PromptError(
-                "prompt is a chat, but the tokenizer has no chat template: take a model for chats, "
-                'pass text to generate, or pass chat_template_kwargs={"chat_template": ...} to chat'
-            )
-        read = read_messages(messages, template)
+        read = self._read_chat(messages, variables)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 read,
@@ -151,6 +202,19 @@ class PromptEncoder:
             raise PromptError(f"prompt: the chat template refused it: {error}") from error
         return text
 
+    def _read_chat(
+        self, messages: Sequence[Any], variables: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        if not _is_chat(messages):
+            raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
+        template = template_text(self._tokenizer, variables)
+        if not template:
+            raise PromptError(
+                "prompt is a chat, but the tokenizer has no chat template: take a model for chats, "
+                'pass text to generate, or pass chat_template_kwargs={"chat_template": ...} to chat'
+            )
+        return read_messages(messages, template, self.picture_rules)
+
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return text_ids(self._tokenizer, _readable(prompt))
@@ -158,8 +222,6 @@ class PromptEncoder:
             prompt = prompt.tolist()
         if isinstance(prompt, _TEXTS) or not isinstance(prompt, Sequence):
             raise PromptError(f"prompt is of type {type(prompt).__name__}: {_KINDS}")
-        if _is_chat(prompt):
-            return self.encode_rendered(self.render(prompt))
         return [self._checked(at, token) for at, token in enumerate(prompt)]
 
     def _checked(self, at: int, token: Any) -> int:

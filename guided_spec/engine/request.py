@@ -22,6 +22,7 @@ from guided_spec.grammar.text.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.text.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import GuidedText
+from guided_spec.models.pictures.picture import PicturePrompt, TextAfter
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.step import Committed, Step
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
@@ -196,7 +197,7 @@ class Job(NamedTuple):
         thread at every step costs as much as a small model's forward.
     traced: what to call the writer in the text's trace; None records none.
     verifier: of the engine that writes it. pending: the request's part in ``grammar``; None where
-        somebody else keeps that.
+        somebody else keeps that. pictures: the prompt with its pictures; None without any.
     """
 
     prompt_ids: Sequence[int]
@@ -215,12 +216,15 @@ class Job(NamedTuple):
     traced: TraceSource | None = None
     verifier: Verifier = "rejection"
     pending: PendingGrammar | None = None
+    pictures: PicturePrompt | None = None
 
 
 class Request:
     """One sample's text and statistics as they grow.
 
     text: its tokens and constraint, and why it ended.
+    fed: its tokens as the target reads them. named: as they are known by their content, see
+        ``PicturePrompt``. Both are ``text.tokens`` where there are no pictures.
     trace: its record so far; None where there is none.
     prompt_hash: of the tokens of its prompt.
     on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
@@ -245,7 +249,14 @@ class Request:
         self.number = 0  # in the order of coming
         self.num_cached = 0
         self.is_begun = False  # whether a proposer has read a part of its prompt
-        self.prompt_hash = hash(tuple(job.prompt_ids))
+        self.fed: Sequence[int] = self.text.tokens
+        self.named: Sequence[int] = self.text.tokens
+        self.has_pictures_placed = False
+        known = job.prompt_ids
+        if job.pictures is not None:
+            known = job.pictures.named()
+            self.named = TextAfter(known, self.text.tokens)
+        self.prompt_hash = hash(tuple(known))
         self.num_trials = 0
         self.is_cancelled = False
         self.on_cancel: Callable[[Request], None] | None = None
@@ -293,7 +304,14 @@ class Request:
         if self.prompt_hash != other.prompt_hash or not self.is_new:
             return False
         has_same_ids = self.job.prompt_ids == other.job.prompt_ids
+        has_same_ids = has_same_ids and self.job.pictures == other.job.pictures
         return has_same_ids and self.job.params.cache_salt == other.job.params.cache_salt
+
+    def place_pictures(self, ids: Sequence[Sequence[int]]) -> None:
+        """From here on its prompt is read with these. ids: of the rows of each of its pictures."""
+        assert self.job.pictures is not None
+        self.fed = TextAfter(self.job.pictures.placed(ids), self.text.tokens)
+        self.has_pictures_placed = True
 
     def num_before_marker(self, token_ids: Sequence[int]) -> int:
         """How many of the tokens that may come next belong to reasoning, the marker included.

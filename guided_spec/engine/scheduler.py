@@ -10,7 +10,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from guided_spec.engine.request import Request, State
-from guided_spec.errors import GrammarError, GuidedSpecError
+from guided_spec.engine.target.pictures import PicturePlaces
+from guided_spec.errors import GrammarError, GuidedSpecError, ModelError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 
@@ -154,12 +155,13 @@ class Intake:
     """Admits requests whose grammars are compiled, while the model's KV cache has capacity.
 
     longest_draft: draft tokens of a text at most. is_parallel: whether several processes run the
-    model, which must admit the same requests at the same step.
+    model, which must admit the same requests at the same step. pictures: of the requests.
     """
 
     scheduler: Scheduler
     model: CausalLM
     longest_draft: int
+    pictures: PicturePlaces
     is_parallel: bool
 
     def admit(self) -> None:
@@ -171,7 +173,12 @@ class Intake:
             if not self.model.has_blocks(len(request.text.tokens) + self.longest_draft):
                 break  # else it would read its prompt, and go back to the queue
             if self._bind(request):
+                if not self._place_pictures(request):
+                    break
+                if request.state is State.FINISHED:
+                    continue
                 self.scheduler.admit(request)
+                self.pictures.begin(request)
                 request.num_cached, request.is_begun = 0, False
                 request.stats.start()
 
@@ -193,6 +200,16 @@ class Intake:
         except Exception as error:  # as of a backend's matcher; it concerns this request alone
             self.scheduler.end(request, GrammarError(f"the grammar cannot be used: {error!r}"))
         return request.state is not State.FINISHED
+
+    def _place_pictures(self, request: Request) -> bool:
+        """False where it has to wait for rows; it ends where its pictures cannot be read."""
+        try:
+            return self.pictures.place(request)
+        except GuidedSpecError as error:
+            self.scheduler.end(request, error)
+        except Exception as error:  # of the vision tower; it concerns this request alone
+            self.scheduler.end(request, ModelError(f"its pictures cannot be read: {error!r}"))
+        return True
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:
         jobs = [request.job for request in self.scheduler]

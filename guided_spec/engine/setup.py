@@ -25,12 +25,14 @@ from transformers import PreTrainedModel
 
 from guided_spec.bundled import BUNDLED, bundled_asset, named_model
 from guided_spec.config import EngineConfig
-from guided_spec.core import ProposerContext
+from guided_spec.core import Proposer, ProposerContext
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
+from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.engine.target.prompts import MIN_PROMPT_TOKENS
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.backends.registry import require_grammar_backend
@@ -48,6 +50,8 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
+from guided_spec.models.pictures.vision import SplitModel, split_vision
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -172,14 +176,17 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
-def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
+def _load_target(
+    split: SplitModel, draft: Any, config: EngineConfig, window: CaptureWindow
+) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
+    model: Any = split.language
     form, longest = None, 1 + config.longest_draft
     # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
     has_draft_model = is_asked and _is_model(draft, model)
     plan_texts = partial(plan_slots, model, has_draft_model=has_draft_model)
-    if is_packed_on(model.device, config.kernels):
+    if is_packed_on(model.device, config.kernels) and split.tower is None:
         plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
@@ -242,6 +249,7 @@ class Options:
     """How to load the model, and the engine's settings.
 
     tokenizer: a hub id, a folder or a loaded tokenizer; None takes the model's own.
+    processor: likewise, of a model that reads pictures.
     load: keyword arguments of ``guided_spec.models.loading.load_model``: device, dtype, device_map,
         tp_plan, attn_implementation, quantization_config, revision, trust_remote_code. They are of
         use for a model that is named, and refused for one that is loaded.
@@ -249,6 +257,7 @@ class Options:
     """
 
     tokenizer: Any = None
+    processor: Any = None
     load: dict[str, Any] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=EngineConfig)
 
@@ -270,7 +279,7 @@ class Options:
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
         engine_names = {f.name for f in fields(EngineConfig)}
-        known = {"tokenizer", *cls.LOAD_KINDS, *engine_names}
+        known = {"tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
                 require_no_sampling(name, value)
@@ -279,6 +288,7 @@ class Options:
         require_kinds(load, cls.LOAD_KINDS)
         return cls(
             tokenizer=options.get("tokenizer"),
+            processor=options.get("processor"),
             load=load,
             config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
         )
@@ -314,30 +324,30 @@ class Setup:
         is_bundled = loaded.config.name_or_path == bundled_asset("target")
         if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
-        tokenizer = find_tokenizer(model, options)
         config = options.config
+        split = split_vision(loaded, config.picture_tokens)
         window = CaptureWindow(largest=_largest_graph(config))
-        target = _load_target(loaded, draft, config, window)
+        target = _load_target(split, draft, config, window)
+        reader = PictureReader.load(model, split.sight, options.processor, options.load)
+        tokenizer = find_tokenizer(model, options, reader)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
-        vocabulary = context.vocabulary
         name = _drafter(proposer, context)
-        grammars = RequestGrammars.build(config, vocabulary, tokenizer)
+        grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)
-        engine = Engine(target, drafter, config, window)
+        engine = Engine(target, drafter, config, window, PicturePlaces.of(split, target))
         if config.capture and target.device.type == "cuda":
-            warm_up(engine, vocabulary, grammars)
+            warm_up(engine, context.vocabulary, grammars)
         engine.set_draft_lengths()
-        drafts = f"{name} ({drafter.runs_as})" if drafter.runs_as else name
-        logger.info("%s; drafts: %s", _describe(engine), drafts)
+        logger.info("%s; drafts: %s", _describe(engine), _drafts_of(name, drafter))
         return cls(
             model=loaded,
             tokenizer=tokenizer,
             config=config,
             proposer_name=name,
             max_model_len=target.max_length,
-            vocabulary=vocabulary,
+            vocabulary=context.vocabulary,
             spell=context.encode,
-            encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length),
+            encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length, reader),
             grammars=grammars,
             engine=engine,
             about=_about(engine, "bundled" if is_bundled else loaded.config.name_or_path, name),
@@ -398,7 +408,9 @@ def _describe(engine: Engine) -> str:
         return f"{target.runs_as}, for {target.reason}"
     if target.blocks is None:
         reason = "no other form fits it"
-        if not is_packed_on(target.device, config.kernels):
+        if isinstance(target, SlotLM) and target.has_axes:
+            reason = "positions of pictures have three axes"
+        elif not is_packed_on(target.device, config.kernels):
             reason = f"kernels={config.kernels!r} on {target.device.type}"
         return (
             f"{target.runs_as} ({reason}), {target.num_slots} slots of {target.max_length} tokens"
@@ -412,6 +424,10 @@ def _describe(engine: Engine) -> str:
     least = engine.planner.turns.least
     turns = "" if least is None else f", halves of {least} texts take turns"
     return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}{turns}"
+
+
+def _drafts_of(name: str, drafter: Proposer) -> str:
+    return f"{name} ({drafter.runs_as})" if drafter.runs_as else name
 
 
 def _prefix_cache(engine: Engine) -> str:
@@ -460,12 +476,22 @@ def _bundled_draft(proposer: str) -> str:
     return bundled_asset(heads[0] if heads else "draft")
 
 
-def find_tokenizer(model: Any, options: Options) -> Any:
+def find_tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
     """The one that ``options`` name, else the model's own. Raises ModelError.
 
-    model: a hub id, a folder, or a loaded model.
+    model: a hub id, a folder, or a loaded model. reader: whose chat template takes the place of the
+        tokenizer's: that may have no places for pictures.
     """
+    tokenizer = _tokenizer(model, options, reader)
+    if reader.chat_template is not None:
+        tokenizer.chat_template = reader.chat_template
+    return tokenizer
+
+
+def _tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
     tokenizer = options.tokenizer
+    if tokenizer is None and reader.tokenizer is not None:
+        return reader.tokenizer
     if tokenizer is not None:
         return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if not isinstance(model, str | Path):

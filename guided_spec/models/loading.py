@@ -19,6 +19,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ from guided_spec.models.checkpoint import (
 )
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
+from guided_spec.models.pictures.vision import is_vision_config
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,7 +117,8 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
     """target: where to put all of the model; None leaves that to ``arguments``."""
     config, arguments = _with_config(path, arguments)
     if target is not None and _is_quantized(config, arguments):
-        recipe = _fp8_recipe(config, arguments) if target.type in FP8_DEVICES else None
+        has_fp8 = target.type in FP8_DEVICES and not is_vision_config(config)
+        recipe = _fp8_recipe(config, arguments) if has_fp8 else None
         loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
         if loaded is not None:
             return loaded.to(target)
@@ -126,7 +129,8 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
         # Its weights may exist on one kind of device only: they are made there, and not moved.
         _require("accelerate", "parallel", "a quantized model")
         arguments, target = {**arguments, "device_map": {"": target}}, None
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    kind: Any = AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(str(path), **arguments)
     return model if target is None else model.to(target)
 
 

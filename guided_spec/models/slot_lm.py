@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from guided_spec.models.packed.blocks import Blocks, Prefix
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
@@ -82,6 +83,17 @@ class SlotLM(WithoutBlocks):
         super().__init__(model, num_slots, max_length)
         self._slots = stock_slots(model, num_slots, max_length)
         SlotTrial(self._slots).check_stock()
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether its positions have three axes."""
+        return self._slots.axes is not None
+
+    def keep_axes(self) -> SlotAxes:
+        """Read positions of three axes from now on: those that are put into what this returns."""
+        table: Any = self.model.get_input_embeddings()
+        axes = self._slots.axes = SlotAxes(self.num_slots, self.max_length, self.device, table)
+        return axes
 
     @property
     def has_linear_state(self) -> bool:

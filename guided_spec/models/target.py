@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.linear_layer import product
+from guided_spec.models.pictures.embedding import token_rows
 
 
 class TargetEnds:
@@ -64,12 +65,12 @@ class TargetEnds:
 
     def embedding_rows(self, width: int) -> Tensor | None:
         """A copy of the embedding, float32 [V, width], or None as of ``output_rows``."""
-        return _plain_rows(getattr(self._embedding, "weight", None), None, width)
+        return _plain_rows(token_rows(self._embedding), None, width)
 
 
 def _without(tensors: Mapping[str, Tensor], name: str, part: nn.Module) -> dict[str, Tensor]:
     """The tensors but for ``name``, where that is the weight of ``part``."""
-    kept, own = dict(tensors), getattr(part, "weight", None)
+    kept, own = dict(tensors), token_rows(part)
     copy = kept.get(name)
     if copy is None or not isinstance(own, Tensor) or own.shape != copy.shape:
         return kept

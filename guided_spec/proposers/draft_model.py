@@ -21,6 +21,7 @@ from guided_spec.errors import ConfigError, ModelError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm
 from guided_spec.models.loading import load_model
+from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.ops.host import pad_ids, to_device
@@ -44,7 +45,7 @@ class DraftCache:
         if context.draft is None:
             fix = "name a smaller model with the target's tokenizer, or choose the proposer ngram"
             raise ConfigError("draft", None, fix)
-        model = _load(context)
+        model = split_vision(_load(context), 1).language
         limit = largest_context(model.config.get_text_config(decoder=True))
         length = min(limit or context.max_model_len, context.max_model_len)
         self.model = make_causal_lm(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, Unpack
 
 from guided_spec.engine.chat import ChatOptions, ChatRequest
+from guided_spec.engine.chats.pictures import PictureRules
 from guided_spec.engine.chats.template import render_arguments
 from guided_spec.engine.outputs import Chunk, Completion, OnError, Params
 from guided_spec.engine.prompt import Message, Prompt, Prompts
@@ -17,6 +18,7 @@ from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.kinds import require_field_kinds
+from guided_spec.models.pictures.picture import Sight
 from guided_spec.server.admission import Admission, Sample, Slots
 from guided_spec.server.faults import ApiError, api_error, invalid_value, require_model
 from guided_spec.server.limits import ServerLimits
@@ -103,6 +105,10 @@ class ServedModel(Protocol):
     def load(self) -> Load:
         """How many samples run and wait."""
 
+    @property
+    def sight(self) -> Sight:
+        """Whether and how it reads pictures."""
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises PromptError."""
 
@@ -162,6 +168,11 @@ class Service:
     def _load(self) -> Load:
         load = self.llm.load
         return load._replace(waiting=load.waiting + self._slots.num_waiting)
+
+    @property
+    def picture_rules(self) -> PictureRules:
+        """What clients may send of pictures: nothing that would have to be fetched."""
+        return PictureRules(self.llm.sight.refusal, takes_files=False)
 
     @property
     def model_name(self) -> str:

@@ -6,6 +6,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from guided_spec.engine.chats.pictures import (
+    PICTURE_PARTS,
+    TEXT_ALONE,
+    OpenPicture,
+    PictureRules,
+    refuse_media,
+    require_few,
+)
 from guided_spec.engine.chats.template import EACH, THINKING, TemplateReads, template_reads
 from guided_spec.errors import ConfigError, UnknownOptionError
 from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
@@ -26,11 +34,16 @@ _OF_CACHES = frozenset({"cache_control", "prompt_cache_breakpoint"})  # they cha
 _MESSAGE = 'must be a dict such as {"role": "user", "content": "..."}'
 
 
-def read_messages(messages: Any, template: str) -> list[dict[str, Any]]:
+def read_messages(
+    messages: Any, template: str, pictures: PictureRules = TEXT_ALONE
+) -> list[dict[str, Any]]:
     """Messages as chat templates read them: with text for content, and roles that they know.
 
     A role that the template does not know, "developer", becomes "system". Content in parts stays so
-    where the template reads parts. What was read may be read again.
+    where the template reads parts; text becomes one where it reads nothing else. What was read may
+    be read again.
+
+    pictures: which of them are read; each becomes {"type": "image", "image": OpenPicture}.
 
     Raises ConfigError for what is no conversation, and UnknownOptionError for a field that neither
     the interface has nor the template reads.
@@ -39,10 +52,21 @@ def read_messages(messages: Any, template: str) -> list[dict[str, Any]]:
         fix = 'must be one conversation, a list of {"role": ..., "content": ...}'
         raise ConfigError("messages", messages, fix)
     reads = template_reads(template)
-    return [_read_one(f"messages[{at}]", one, reads) for at, one in enumerate(messages)]
+    if pictures.refusal is None:
+        require_few("messages", messages)
+    return [_read_one(f"messages[{at}]", one, reads, pictures) for at, one in enumerate(messages)]
 
 
-def _read_one(path: str, message: Any, reads: TemplateReads) -> dict[str, Any]:
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[OpenPicture]:
+    """Those of messages that were read, in their order."""
+    contents = [message["content"] for message in messages]
+    parts = [part for one in contents if isinstance(one, list) for part in one]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def _read_one(
+    path: str, message: Any, reads: TemplateReads, pictures: PictureRules
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ConfigError(path, message, _MESSAGE)
     role, read = message.get("role"), reads.fields()
@@ -63,11 +87,12 @@ def _read_one(path: str, message: Any, reads: TemplateReads) -> dict[str, Any]:
         raise ConfigError(f"{path}.content", content, "must be text")
     if isinstance(content, list | tuple) and reads.takes_parts:
         content = [
-            {"type": "text", "text": _part_text(f"{path}.content[{at}]", part)}
-            for at, part in enumerate(content)
+            _read_part(f"{path}.content[{at}]", part, pictures) for at, part in enumerate(content)
         ]
     else:
-        content = plain_text(content, f"{path}.content")
+        content = plain_text(content, f"{path}.content", pictures)
+        if reads.takes_parts_alone and not (content == "" and role == "assistant"):
+            content = [{"type": "text", "text": content}]
     if role == "developer" and role not in reads.roles:
         role = "system"
     return {**message, "role": role, "content": content}
@@ -81,16 +106,39 @@ def require_role(path: str, role: object, others: Collection[str] = ()) -> None:
 def num_letters(messages: Sequence[Mapping[str, Any]]) -> int:
     """Of the contents of messages that were read."""
     contents = [message["content"] for message in messages]
-    parts = [part["text"] for one in contents if isinstance(one, list) for part in one]
+    parts = [part.get("text") for one in contents if isinstance(one, list) for part in one]
     return sum(len(text) for text in [*parts, *contents] if isinstance(text, str))
 
 
-def plain_text(content: Any, path: str) -> str:
+def _read_part(path: str, part: Any, pictures: PictureRules) -> dict[str, Any]:
+    if _is_picture(part):
+        return {"type": "image", "image": pictures.read(path, part)}
+    return {"type": "text", "text": _part_text(path, part)}
+
+
+def read_content(content: Any, path: str, pictures: PictureRules) -> str | list[dict[str, Any]]:
+    """Content in parts where it has pictures, else text. Raises as ``read_messages`` does."""
+    if isinstance(content, list | tuple) and any(map(_is_picture, content)):
+        return [_read_part(f"{path}[{at}]", part, pictures) for at, part in enumerate(content)]
+    return plain_text(content, path)
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
+
+
+def plain_text(content: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> str:
     """Content that is text, in one piece or in parts. Raises as ``read_messages`` does."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         raise ConfigError(path, content, 'must be text, or a list of {"type": "text", "text": ...}')
+    for at, part in enumerate(content):
+        if _is_picture(part):
+            pictures.read(f"{path}[{at}]", part)
+            fix = "the chat template has no places for pictures; pass chat_template_kwargs="
+            fix += '{"chat_template": ...} with one that has'
+            raise ConfigError(f"{path}[{at}].type", part["type"], fix)
     return "".join(_part_text(f"{path}[{at}]", part) for at, part in enumerate(content))
 
 
@@ -99,6 +147,8 @@ def _part_text(path: str, part: Any) -> str:
         raise ConfigError(path, part, 'must be a dict such as {"type": "text", "text": "..."}')
     kind = part.get("type", "text")
     if kind not in (*_PARTS, "refusal"):
+        if isinstance(kind, str):
+            refuse_media(path, kind)
         meant = did_you_mean(kind, _PARTS, lead=": ") or ", in parts of the type text"
         raise ConfigError(f"{path}.type", kind, f"this model reads text{meant}")
     name = "refusal" if kind == "refusal" else "text"

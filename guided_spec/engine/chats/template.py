@@ -38,12 +38,14 @@ class TemplateReads(NamedTuple):
     """What a template reads.
 
     variables: names that it does not set itself. paths: from ``messages`` on, as in ("messages",
-    "[]", "content"). roles: those that it tells apart.
+    "[]", "content"). roles: those that it tells apart. tests_content: whether it asks what content
+    is, a string or parts.
     """
 
     variables: frozenset[str] = frozenset()
     paths: frozenset[_Path] = frozenset()
     roles: frozenset[str] = frozenset()
+    tests_content: bool = False
 
     def fields(self, *path: str) -> frozenset[str]:
         """The names that it reads of a message, or of what ``path`` leads to in one."""
@@ -57,6 +59,11 @@ class TemplateReads(NamedTuple):
         return any(
             path[:4] == (*_MESSAGE, "content", EACH) and len(path) > 4 for path in self.paths
         )
+
+    @property
+    def takes_parts_alone(self) -> bool:
+        """Whether content in one string would not be shown."""
+        return self.takes_parts and not self.tests_content
 
 
 def template_text(tokenizer: Any, variables: Mapping[str, Any]) -> str:
@@ -88,12 +95,12 @@ def template_reads(template: str) -> TemplateReads:
     try:
         tree = environment.parse(template)
         walk = _Walk(tree)
-        paths, roles = walk.read(), walk.roles()
+        paths, roles, tests = walk.read(), walk.roles(), walk.tests_content()
         own = walk.own_names()
         variables = find_undeclared_variables(tree) - own  # the last: it changes the tree
     except (TemplateError, RecursionError):
         return TemplateReads()
-    return TemplateReads(frozenset(variables) - _GLOBALS, paths, roles)
+    return TemplateReads(frozenset(variables) - _GLOBALS, paths, roles, tests)
 
 
 class _Generation(Extension):
@@ -142,6 +149,12 @@ class _Walk:
             if any((*_MESSAGE, "role") in self._paths(side) for side in sides):
                 found |= {text for side in sides for text in _texts(side)}
         return frozenset(found)
+
+    def tests_content(self) -> bool:
+        """Whether it asks of content whether it is of some kind."""
+        tests = self._tree.find_all(nodes.Test)
+        asked = [one for one in tests if one.name not in ("defined", "undefined", "none")]
+        return any((*_MESSAGE, "content") in self._paths(one.node) for one in asked)
 
     def own_names(self) -> frozenset[str]:
         """Names that are set here, and not asked for: whether they are there, or else a default."""

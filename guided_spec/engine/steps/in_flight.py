@@ -20,9 +20,9 @@ class Piece(NamedTuple):
     @classmethod
     def next_of(cls, request: Request, most: int) -> Piece:
         """Up to ``most`` tokens of what is not read of a request."""
-        start, tokens = request.num_cached, request.text.tokens
+        start, tokens = request.num_cached, request.fed
         end = start + min(most, request.num_unread)
-        return cls(request, PromptPiece(request.text.slot, start, tokens[start:end], tokens))
+        return cls(request, PromptPiece(request.text.slot, start, list(tokens[start:end]), tokens))
 
 
 class Plan(NamedTuple):

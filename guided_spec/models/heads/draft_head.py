@@ -24,6 +24,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import start_head
 from guided_spec.models.heads.weights import fill_head, match_biases, read_tensors
 from guided_spec.models.linear_layer import product
+from guided_spec.models.pictures.embedding import seeing
 from guided_spec.models.target import TargetEnds
 
 MASK = "mask_hidden"  # P-EAGLE's, for a state that is not known; stored in any shape
@@ -240,7 +241,10 @@ class LayoutHead(nn.Module):
         layout = cls.layout_class.read(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
         vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
-        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+        head = fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+        if head.embed_tokens is not None:
+            head.embed_tokens = seeing(head.embed_tokens, target)
+        return head
 
     @classmethod
     def fresh(

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.models.stock.state_rules import record_rules, recording
 from guided_spec.models.target import capture_hidden, find_decoder
@@ -60,6 +61,7 @@ class StockSlots:
         self.cache = SlotCache(model.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
+        self.axes: SlotAxes | None = None  # of a model that reads pictures so
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.
@@ -96,6 +98,8 @@ class StockSlots:
             **cache_keyword(self.model, self.cache),
             "use_cache": True,
         }
+        if self.axes is not None:
+            arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
             masks = self._masks.build(positions, plan.view, self.model.dtype)
             arguments["attention_mask"] = masks

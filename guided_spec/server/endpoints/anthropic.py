@@ -107,7 +107,9 @@ class TokenCount(BaseModel):
 
 async def count_tokens(service: Service, body: CountBody) -> TokenCount:
     """The tokens of a prompt, its tools included. Raises ApiError."""
-    chat = await service.workers.run(lambda: counted_chat(body, service.template))
+    chat = await service.workers.run(
+        lambda: counted_chat(body, service.template, service.picture_rules)
+    )
     with named_as_sent(_PARAMS, _flat):
         run = ChatRun(service, chat_of(chat))
         return TokenCount(input_tokens=await run.count_tokens())
@@ -119,7 +121,7 @@ class MessagesHandler:
     def __init__(self, service: Service, body: MessagesBody) -> None:
         self._service = service
         self._stops = body.stop_sequences or []
-        self._run = ChatRun(service, as_chat(body, service.template))
+        self._run = ChatRun(service, as_chat(body, service.template, service.picture_rules))
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> MessageBody:

@@ -8,6 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from guided_spec.engine.chats.pictures import (
+    TEXT_ALONE,
+    PictureRules,
+    base64_bytes,
+    decode,
+    require_few,
+)
 from guided_spec.engine.chats.template import template_reads
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
@@ -20,6 +27,8 @@ _CACHE = "cache_control"  # accepted everywhere, and changes nothing
 _OF_TEXT = ("type", "text", _CACHE, "citations")
 _OF_RESULT = ("type", "tool_use_id", "content", "is_error", _CACHE)
 _OF_USE = ("type", "id", "name", "input", _CACHE, "caller")
+_OF_IMAGE = ("type", "source", _CACHE)
+_OF_SOURCE = ("type", "media_type", "data", "url", "file_id")
 _OF_THOUGHT = ("type", "thinking", "signature")
 _OF_TOOL = ("type", "name", "description", "input_schema", "strict", _CACHE, *USUAL_OF_TOOL)
 _EAGER = "eager_input_streaming"  # as all arguments are streamed here
@@ -75,13 +84,13 @@ class MessagesBody(CountBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def as_chat(body: MessagesBody, template: str) -> ChatBody:
+def as_chat(body: MessagesBody, template: str, pictures: PictureRules = TEXT_ALONE) -> ChatBody:
     """The chat that a body asks for.
 
-    template: of the chat, which says whether the model can think. Raises ApiError and
-    UnknownOptionError for what a chat has not.
+    template: of the chat, which says whether the model can think. pictures: which of them are
+    read. Raises ApiError, ConfigError and UnknownOptionError for what a chat has not.
     """
-    chat = counted_chat(body, template)
+    chat = counted_chat(body, template, pictures)
     fields = {
         "max_tokens": body.max_tokens,
         "stream": body.stream,
@@ -94,13 +103,14 @@ def as_chat(body: MessagesBody, template: str) -> ChatBody:
     return chat_of({**chat, **fields})
 
 
-def counted_chat(body: CountBody, template: str) -> dict[str, Any]:
+def counted_chat(body: CountBody, template: str, pictures: PictureRules) -> dict[str, Any]:
     """What of a chat's fields makes its prompt. Raises as ``as_chat`` does."""
+    require_few("messages", body.messages)
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for index, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{index}]")
+        messages += _messages(message, f"messages[{index}]", pictures)
     choice = dict(body.tool_choice or {})
     is_single = choice.pop("disable_parallel_tool_use", None)
     require_kind("tool_choice.disable_parallel_tool_use", is_single, bool | None)
@@ -186,7 +196,9 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+def _messages(
+    message: Mapping[str, Any], path: str, pictures: PictureRules
+) -> list[dict[str, Any]]:
     """The messages of a chat that one of these is: results of tools are messages of their own."""
     require_known_fields(path, message, ("role", "content"))
     role, content = message.get("role"), message.get("content")
@@ -197,12 +209,12 @@ def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise _fault(f"{path}.content", "must be a str, or a list of blocks")
-    blocks = [(_block(one, f"{path}.content[{at}]"), one) for at, one in enumerate(content)]
     place = f"{path}.content"
-    return _user(blocks, place) if role == "user" else _assistant(blocks, place)
+    blocks = [(_block(one, f"{place}[{at}]", pictures), one) for at, one in enumerate(content)]
+    return _user(blocks, place, pictures) if role == "user" else _assistant(blocks, place)
 
 
-def _block(block: Any, path: str) -> str:
+def _block(block: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> str:
     """The kind of a block, whose fields are looked at."""
     kind = block.get("type") if isinstance(block, dict) else type(block).__name__
     fields = {
@@ -211,9 +223,12 @@ def _block(block: Any, path: str) -> str:
         "tool_use": _OF_USE,
         "thinking": _OF_THOUGHT,
     }
+    if pictures.refusal is None:
+        fields["image"] = _OF_IMAGE
     if kind not in fields:
         told = f"this model reads text, calls and their results, not {kind!r:.40}"
-        raise _fault(path, told + did_you_mean(kind, fields))
+        meant = f": {pictures.refusal}" if kind == "image" else did_you_mean(kind, fields)
+        raise _fault(path, told + meant)
     require_known_fields(path, block, fields[kind])
     _require_cache(path, block)
     require_kind(f"{path}.is_error", block.get("is_error"), bool | None)
@@ -228,23 +243,47 @@ def _block(block: Any, path: str) -> str:
 _Blocks = Sequence[tuple[str, Mapping[str, Any]]]
 
 
-def _user(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
+def _user(blocks: _Blocks, path: str, pictures: PictureRules) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for at, (kind, block) in enumerate(blocks):
         place = f"{path}[{at}]"
-        if kind == "text":
+        if kind in ("text", "image"):
             if not messages or messages[-1]["role"] != "user":
-                messages.append({"role": "user", "content": ""})
-            messages[-1]["content"] += block["text"]
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(_part(kind, block, place))
         elif kind == "tool_result":
             content = block.get("content")
-            text = _text("" if content is None else content, f"{place}.content")
-            text = f"error: {text}" if block.get("is_error") else text
+            given = "" if content is None else content
+            parts = _parts(given, f"{place}.content", pictures)
+            if block.get("is_error"):
+                parts = [{"type": "text", "text": "error: "}, *parts]
             call = block["tool_use_id"].removeprefix(CALL)
-            messages.append({"role": "tool", "tool_call_id": call, "content": text})
+            messages.append({"role": "tool", "tool_call_id": call, "content": parts})
         else:
             raise _fault(place, f"{kind!r} is the assistant's")
-    return messages or [{"role": "user", "content": ""}]
+    found = [{**one, "content": _joined(one["content"])} for one in messages]
+    return found or [{"role": "user", "content": ""}]
+
+
+def _joined(parts: list[dict[str, Any]]) -> Any:
+    """Text in one piece where there are no pictures."""
+    has_pictures = any(part["type"] == "image" for part in parts)
+    return parts if has_pictures else "".join(part["text"] for part in parts)
+
+
+def _part(kind: str, block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if kind == "text":
+        return {"type": "text", "text": block["text"]}
+    source, place = block.get("source"), f"{path}.source"
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        fix = 'must be {"type": "base64", "media_type": "image/png", "data": ...}'
+        raise _fault(place, f"{fix}: no address is fetched, and no files are kept")
+    require_known_fields(place, source, _OF_SOURCE)
+    require_kind(f"{place}.media_type", source.get("media_type"), str | None)
+    if not isinstance(source.get("data"), str):
+        raise _fault(f"{place}.data", "must be a str in base64")
+    data = base64_bytes(f"{place}.data", source["data"])
+    return {"type": "image", "image": decode(f"{place}.data", data)}
 
 
 def _assistant(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
@@ -270,16 +309,23 @@ def _assistant(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
 
 def _text(content: Any, path: str) -> str:
     """Text in one piece, or in blocks."""
+    return "".join(part["text"] for part in _parts(content, path, TEXT_ALONE))
+
+
+def _parts(content: Any, path: str, pictures: PictureRules) -> list[dict[str, Any]]:
+    """Text in one piece, or text and pictures in blocks."""
     if isinstance(content, str):
-        return content
+        return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise _fault(path, "must be a str, or a list of blocks of text")
-    pieces = []
+    parts = []
     for at, block in enumerate(content):
-        if _block(block, f"{path}[{at}]") != "text":
-            raise _fault(f"{path}[{at}]", "must be a block of text")
-        pieces.append(block["text"])
-    return "".join(pieces)
+        place = f"{path}[{at}]"
+        kind = _block(block, place, pictures)
+        if kind not in ("text", "image"):
+            raise _fault(place, "must be a block of text")
+        parts.append(_part(kind, block, place))
+    return parts
 
 
 def _require_cache(path: str, holder: Mapping[str, Any]) -> None:

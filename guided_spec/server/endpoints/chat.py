@@ -99,7 +99,7 @@ class ChatRun:
             request, token_ids, param = await self._prompt()
             self._tally.count_prompts([token_ids])
             is_traced = self._body.trace is not None
-            args = ([token_ids], request.params, param, self._tally)
+            args = ([request.prompt], request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
             try:
                 async with aclosing(stream) as chunks:
@@ -120,7 +120,7 @@ class ChatRun:
             request = await service.workers.run(lambda: self._prepare(asked.spec))
         except PromptError as error:
             raise api_error(error, "messages") from error
-        (token_ids,) = await service.encode([request.prompt_ids], "messages")
+        (token_ids,) = await service.encode([request.prompt], "messages")
         # Of both the message names the one that is at fault.
         named = {asked.param, "tools" if body.tools else None} - {None}
         return _Prompt(request, token_ids, named.pop() if len(named) == 1 else None)
@@ -152,7 +152,7 @@ class ChatRun:
             options["parallel_tool_calls"] = body.parallel_tool_calls
         if body.tools:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
-        messages = read_messages(body.messages, service.template)
+        messages = read_messages(body.messages, service.template, service.picture_rules)
         service.require_length(num_letters(messages), "messages", unit="characters")
         return service.llm.prepare_chat(messages, body.tools or None, **options)
 

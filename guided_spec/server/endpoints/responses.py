@@ -71,7 +71,7 @@ class ResponseHandler:
             found = service.responses.find(body.previous_response_id, self._caller, param)
             earlier = json.loads(found.items)
         self._conversation = [*earlier, *own_items(body)]
-        chat = as_chat(body, earlier)
+        chat = as_chat(body, earlier, service.picture_rules)
         self._run = ChatRun(service, chat)
         self._items = ResponseItems(CustomCalls(chat.tools))
         self._is_stored = service.responses.is_on and body.store is not False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from guided_spec.engine.chats.messages import plain_text, require_arguments
+from guided_spec.engine.chats.messages import plain_text, read_content, require_arguments
+from guided_spec.engine.chats.pictures import TEXT_ALONE, PictureRules, require_few
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_kind, require_known_fields, require_one_of
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
@@ -22,21 +23,27 @@ def own_items(body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
     return body.input
 
 
-def as_chat(body: ResponsesBody, earlier: Sequence[Mapping[str, Any]] = ()) -> ChatBody:
+def as_chat(
+    body: ResponsesBody,
+    earlier: Sequence[Mapping[str, Any]] = (),
+    pictures: PictureRules = TEXT_ALONE,
+) -> ChatBody:
     """The chat that a body asks for.
 
-    earlier: the items of the response that it goes on from. Raises ApiError and UnknownOptionError
-    for what a chat has not.
+    earlier: the items of the response that it goes on from. pictures: which of them are read.
+    Raises ApiError, ConfigError and UnknownOptionError for what a chat has not.
     """
     if body.background:
         fix = "this server answers while its client waits; leave it out, and stream long answers"
         raise _fault("background", fix)
     if body.include and _LOGPROBS in body.include:
         raise _fault("include", f"{_LOGPROBS}: ask /v1/chat/completions for these")
+    items = [*earlier, *own_items(body)]
+    require_few("input", items)
     tools = None if body.tools is None else [_tool(at, t) for at, t in enumerate(body.tools)]
     fields = {
         "model": body.model,
-        "messages": _messages(body.instructions, earlier, own_items(body)),
+        "messages": _messages(body.instructions, items, len(earlier), pictures),
         "tools": tools,
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -80,18 +87,19 @@ def _kind_of(item: Mapping[str, Any], where: str) -> Any:
 
 def _messages(
     instructions: str | None,
-    earlier: Sequence[Mapping[str, Any]],
-    own: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]],
+    num_earlier: int,
+    pictures: PictureRules,
 ) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     reasoning = ""
-    for index, item in enumerate([*earlier, *own], -len(earlier)):
+    for index, item in enumerate(items, -num_earlier):
         where = f"input[{index}]"
         match _kind_of(item, where):
             case "message":
-                messages.append(_said(item, where))
+                messages.append(_said(item, where, pictures))
             case "reasoning":
                 reasoning = plain_text(item.get("content"), f"{where}.content")
                 continue
@@ -101,7 +109,7 @@ def _messages(
                 _add_call(messages, item, where, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
                 known = {"role": "tool", "tool_call_id": _call_id(where, item.get("call_id"))}
-                text = _given_text(item.get("output"), where, "output")
+                text = _given(item.get("output"), f"{where}.output", pictures)
                 messages.append({**known, "content": text})
             case other:
                 require_one_of(f"{where}.type", other, _OF_ITEM)
@@ -109,24 +117,24 @@ def _messages(
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
     if not messages:
-        raise ConfigError("input", own, "must hold at least one item")
+        raise ConfigError("input", items, "must hold at least one item")
     return messages
 
 
-def _said(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _said(item: Mapping[str, Any], where: str, pictures: PictureRules) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role == "tool":
         raise ConfigError(f"{where}.role", role, "send a function_call_output item")
     require_one_of(f"{where}.role", role, _ROLES)
     if role == "assistant" and content is None:
         content = ""
-    return {"role": role, "content": _given_text(content, where, "content")}
+    return {"role": role, "content": _given(content, f"{where}.content", pictures)}
 
 
-def _given_text(given: Any, where: str, name: str) -> str:
+def _given(given: Any, path: str, pictures: PictureRules) -> str | list[dict[str, Any]]:
     if given is None:
-        raise ConfigError(f"{where}.{name}", given, "must be text, an empty one if there is none")
-    return plain_text(given, f"{where}.{name}")
+        raise ConfigError(path, given, "must be text, an empty one if there is none")
+    return read_content(given, path, pictures)
 
 
 def _add_call(

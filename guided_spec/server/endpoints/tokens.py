@@ -30,7 +30,7 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
 
 def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
     assert body.messages is not None  # as the caller knows
-    messages = read_messages(body.messages, service.template)
+    messages = read_messages(body.messages, service.template, service.picture_rules)
     service.require_length(num_letters(messages), "messages", unit="characters")
     variables = template_variables(body.chat_template_kwargs, service.template_arguments)
     options: ChatOptions = {"chat_template_kwargs": variables}

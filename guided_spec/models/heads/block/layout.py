@@ -21,6 +21,7 @@ from guided_spec.models.heads.config import (
     check_fit,
     derive_head_config,
 )
+from guided_spec.models.pictures.embedding import token_rows
 from guided_spec.types import require_int
 
 SECTION = "dflash_config"
@@ -109,13 +110,13 @@ class BlockLayout(NamedTuple):
         """
         config = derive_head_config(target, "qwen3", shape)
         text_config: Any = target.config.get_text_config(decoder=True)
-        embedding: Any = target.get_input_embeddings()
+        last = len(token_rows(target.get_input_embeddings())) - 1
         layers = aux_hidden_layers or _spread(shape.num_layers, text_config.num_hidden_layers)
         layout = cls(
             config=config,
             aux_hidden_layers=tuple(layers),
             block_size=width + 1,
-            mask_token_id=len(embedding.weight) - 1 if mask_token_id is None else mask_token_id,
+            mask_token_id=last if mask_token_id is None else mask_token_id,
             is_causal=None,
             from_anchor=False,
             draft_vocab_size=draft_vocab_size or config.vocab_size,
@@ -257,7 +258,7 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
         )
     embedding: Any = target.get_input_embeddings()
     mask = layout.mask_token_id
-    if mask is None or not 0 <= mask < len(embedding.weight):
+    if mask is None or not 0 <= mask < len(token_rows(embedding)):
         raise ModelError(
             f"{source}: mask_token_id: expected a row of the target's embedding, "
             f"found {mask}; pass a head for this target"

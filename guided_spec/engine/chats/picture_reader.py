@@ -1,0 +1,127 @@
+"""Reading prompts with pictures: by the processor of the model, each picture by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from guided_spec.engine.chats.pictures import OpenPicture
+from guided_spec.errors import ConfigError, PromptError
+from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
+
+_LOG = logging.getLogger(__name__)
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class PictureReader:
+    """Turns rendered conversations and their pictures into tokens; thread-safe.
+
+    processor: of transformers; None where the model reads no pictures. sight: of the model.
+
+    Attributes: processor, and sight: as given, or with what is wrong with the processor.
+    """
+
+    def __init__(self, processor: Any, sight: Sight) -> None:
+        self.processor, self.sight = processor, sight
+
+    @classmethod
+    def load(
+        cls, model: Any, sight: Sight, processor: Any, load: Mapping[str, Any]
+    ) -> PictureReader:
+        """model, processor: each a hub id, a folder, or loaded; a processor of None is the model's.
+
+        load: the options with which the model was loaded. Where the processor cannot be loaded,
+        text is read all the same, and a picture is refused.
+        """
+        if sight.refusal is not None:
+            return cls(None, sight)
+        source, options = processor, dict[str, Any]()
+        if source is None:
+            source = model if isinstance(model, str | Path) else model.config.name_or_path
+            names = ("revision", "trust_remote_code")  # of the same repository
+            options = {name: load[name] for name in names if name in load}
+        if not isinstance(source, str | Path):
+            return cls(source, sight)
+        from transformers import AutoProcessor
+
+        try:
+            return cls(AutoProcessor.from_pretrained(str(source), **options), sight)
+        except Exception as error:  # transformers raises nearly every class of exception here
+            reason = " ".join(str(error).split())
+            fix = "pip install 'guided-spec[vision]', and torchvision where it is asked for"
+            _LOG.warning("%s: its processor cannot be loaded: %.300s", source, reason)
+            shown = f"its processor cannot be loaded ({reason:.200}): {fix}"
+            return cls(None, sight._replace(refusal=shown))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's; None without one."""
+        return None if self.processor is None else self.processor.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The processor's own, which has places for pictures."""
+        return getattr(self.processor, "chat_template", None)
+
+    def encode(self, text: str, pictures: Sequence[OpenPicture]) -> PicturePrompt:
+        """The tokens of a rendered conversation, in which a token of its own is each picture.
+
+        Raises PromptError where the text has not one place for each picture, and for pictures that
+        the model cannot keep together.
+        """
+        token = self.processor.image_token
+        parts = text.split(token)
+        if len(parts) - 1 != len(pictures):
+            found = f"the chat template has {len(parts) - 1} places for {len(pictures)} pictures"
+            fix = f"write no {token} in messages, or pass another chat_template"
+            raise PromptError(f"messages: {found}: {fix}")
+        if not parts[-1]:
+            raise PromptError("messages: the prompt ends with a picture; end it with text")
+        read: dict[int, tuple[Picture, list[int]]] = {}
+        for one in pictures:
+            if id(one) not in read:
+                read[id(one)] = self._read(one)
+        self._require_room([picture for picture, _ in read.values()])
+        placeholder, ids = self.sight.placeholder, list[int]()
+        expanded = iter([read[id(one)][1] for one in pictures])
+        for token_id in self._tokenize(text):
+            ids += next(expanded) if token_id == placeholder else [token_id]
+        places = [at for at, one in enumerate(ids) if one == placeholder]
+        chosen = tuple(read[id(one)][0] for one in pictures)
+        if not all(one.count for one in chosen) or len(places) != sum(one.count for one in chosen):
+            fix = "pass the model's own processor"
+            raise PromptError(f"messages: the processor's {token} is not the model's token: {fix}")
+        return PicturePrompt(ids, chosen, places)
+
+    def _tokenize(self, text: str) -> list[int]:
+        tokenizer = self.processor.tokenizer
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _read(self, one: OpenPicture) -> tuple[Picture, list[int]]:
+        """A picture alone, and the tokens that stand for it."""
+        processor, image = self.processor, one.image()
+        try:
+            found: Mapping[str, Any] = processor(
+                text=[processor.image_token],
+                images=[[image]],
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        except Exception as error:  # processors raise nearly every class of exception
+            shown = f"{image.size[0]} x {image.size[1]}"
+            fix = f"the processor refused it: {error}; send another size"
+            raise ConfigError("messages", f"a picture of {shown}", fix) from error
+        ids = found["input_ids"][0].tolist()
+        arrays = {n: torch.as_tensor(v).numpy() for n, v in found.items() if n not in _OF_TEXT}
+        return Picture.of(arrays, ids.count(self.sight.placeholder)), ids
+
+    def _require_room(self, pictures: Sequence[Picture]) -> None:
+        needed = sum(one.count for one in set(pictures))
+        if needed > self.sight.num_rows:
+            room = f"{needed} tokens, and {self.sight.num_rows} are kept at a time"
+            fix = "send fewer or smaller ones, or raise picture_tokens"
+            raise PromptError(f"messages: the pictures take {room}: {fix}")

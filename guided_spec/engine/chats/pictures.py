@@ -1,0 +1,239 @@
+"""The pictures of a conversation: where a message has one, and what of it may be read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_known_fields, require_one_of
+
+if TYPE_CHECKING:  # an extra
+    from PIL import Image
+
+FetchImage = Callable[[str], bytes]
+
+MOST_BYTES = 20 * 2**20  # of a picture's file
+MOST_PIXELS = 40 * 10**6
+MOST_PICTURES = 16  # of a conversation
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others run programs, or are rare
+PICTURE_PARTS = ("image_url", "image", "input_image")
+OTHER_MEDIA = ("input_audio", "audio", "audio_url", "video", "video_url", "input_video", "document")
+_OF_PART = {
+    "image_url": frozenset({"type", "image_url", "detail"}),
+    "input_image": frozenset({"type", "image_url", "detail", "file_id"}),
+    "image": frozenset({"type", "image"}),
+}
+_DETAILS = ("auto", "low", "high", "original")
+_FIX = 'pass {"url": "data:image/png;base64,..."}'
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPicture:
+    """A picture that can be read. source: a file's bytes, which take less than pixels, or PIL's."""
+
+    source: bytes | Image.Image
+
+    def image(self) -> Image.Image:
+        """Upright, in RGB over white."""
+        if isinstance(self.source, bytes):
+            return _decoded("a picture", self.source)
+        return _upright("a picture", self.source)
+
+
+class PictureRules(NamedTuple):
+    """What a model and a caller take of pictures.
+
+    refusal: why the model reads none; None where it does. takes_files: whether a part may hold a
+    path, or a picture of PIL: not one that came over a network. fetch: gives the bytes at another
+    address than ``data:``, or raises; None refuses them.
+    """
+
+    refusal: str | None = "pictures are not read here"
+    takes_files: bool = True
+    fetch: FetchImage | None = None
+
+    def read(self, path: str, part: Mapping[str, Any]) -> OpenPicture:
+        """The picture of a part. Raises ConfigError that names its place in the messages."""
+        kind = part["type"]
+        known = part.get("image")
+        if kind == "image" and isinstance(known, OpenPicture):
+            return known
+        if self.refusal is not None:
+            fix = f"this model reads text: {self.refusal}; leave pictures out"
+            raise ConfigError(f"{path}.type", kind, f"{fix}, or load a model that reads them")
+        require_known_fields(path, part, _OF_PART[kind] | {"cache_control"})
+        if kind == "image":
+            return self._local(f"{path}.image", known)
+        url, place = part.get("image_url"), f"{path}.image_url"
+        if part.get("file_id") is not None:
+            raise ConfigError(f"{path}.file_id", part["file_id"], f"no files are kept; {_FIX}")
+        if isinstance(url, Mapping):
+            require_known_fields(place, url, ("url", "detail"))
+            _require_detail(f"{place}.detail", url.get("detail"))
+            url, place = url.get("url"), f"{place}.url"
+        _require_detail(f"{path}.detail", part.get("detail"))
+        if not isinstance(url, str):
+            raise ConfigError(place, url, f"must be the address of a picture: {_FIX}")
+        return decode(place, self._bytes_at(place, url))
+
+    def _bytes_at(self, path: str, url: str) -> bytes:
+        if url[:5].lower() == "data:":
+            return data_bytes(path, url)
+        if self.fetch is None:
+            own = ", or fetch_image=, which gets its bytes" if self.takes_files else ""
+            fix = f"no address is fetched; send the picture as data:image/png;base64,...{own}"
+            raise ConfigError(path, f"{url:.80}", fix)
+        found = self.fetch(url)
+        if not isinstance(found, bytes | bytearray):
+            raise ConfigError("fetch_image", type(found).__name__, "must return bytes")
+        return bytes(found)
+
+    def _local(self, path: str, given: Any) -> OpenPicture:
+        if not self.takes_files:
+            fix = 'must come as {"type": "image_url", "image_url": {"url": "data:..."}}'
+            raise ConfigError(path, f"{given!r:.80}", fix)
+        image = require_pillow()
+        if isinstance(given, image.Image):
+            _require_size(path, given)
+            _upright(path, given)
+            return OpenPicture(given)
+        if not isinstance(given, str | Path):
+            shown = type(given).__name__
+            raise ConfigError(path, shown, "must be a picture of PIL, or the path of a file")
+        try:
+            with Path(given).open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise ConfigError(path, str(given), f"cannot be read: {error}") from error
+        return decode(path, data)
+
+
+TEXT_ALONE = PictureRules()
+
+
+def require_few(name: str, messages: Sequence[Any]) -> None:
+    """Raise ConfigError for a conversation of more pictures than ``MOST_PICTURES``.
+
+    name: of the messages. They may be of any interface, and nothing else of them is looked at.
+    """
+    count = _count(messages, 4)  # a message, a result of a tool, and their contents
+    if count > MOST_PICTURES:
+        raise ConfigError(name, f"{count} pictures", f"at most {MOST_PICTURES} are read")
+
+
+def _count(part: Any, depth: int) -> int:
+    if depth and isinstance(part, list | tuple):
+        return sum(_count(one, depth - 1) for one in part)
+    if not isinstance(part, Mapping):
+        return 0
+    kind = part.get("type")
+    is_picture = isinstance(kind, str) and kind in PICTURE_PARTS
+    return is_picture + sum(_count(part.get(name), depth) for name in ("content", "output"))
+
+
+def refuse_media(path: str, kind: str) -> None:
+    """Raise ConfigError for sound and the like."""
+    if kind in OTHER_MEDIA:
+        raise ConfigError(f"{path}.type", kind, "no model reads this here: send text or pictures")
+
+
+def data_bytes(path: str, url: str) -> bytes:
+    """The bytes of a ``data:`` address in base64. Raises ConfigError."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ConfigError(path, f"{head:.80}", f"must be in base64: {_FIX}")
+    return base64_bytes(path, body)
+
+
+def base64_bytes(path: str, text: str) -> bytes:
+    """Raises ConfigError for what is no base64, or too long."""
+    if len(text) > MOST_BYTES * 4 // 3 + 4:
+        raise ConfigError(path, f"{len(text)} characters", _too_many_bytes())
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ConfigError(path, f"{text:.40}", f"must be in base64: {error}") from None
+
+
+def decode(path: str, data: bytes) -> OpenPicture:
+    """The first frame of a file, upright, in RGB over white.
+
+    Raises ConfigError for what is no picture, is cut off, or is larger than the limits.
+    """
+    if len(data) > MOST_BYTES:
+        raise ConfigError(path, f"{len(data)} bytes", _too_many_bytes())
+    _decoded(path, data)
+    return OpenPicture(data)
+
+
+def _decoded(path: str, data: bytes) -> Image.Image:
+    image, name = require_pillow(), f"{len(data)} bytes"
+    try:
+        with image.open(io.BytesIO(data), formats=FORMATS) as found:
+            _require_size(path, found)
+            found.seek(0)
+            found.load()
+            return _upright(path, found)
+    except ConfigError:
+        raise
+    except (image.DecompressionBombError, image.DecompressionBombWarning):
+        raise ConfigError(path, name, _too_many_pixels()) from None
+    except Exception as error:  # decoders raise nearly every class of exception
+        kinds = ", ".join(FORMATS)
+        fix = f"is no picture that can be read ({error}); send one of {kinds}"
+        raise ConfigError(path, name, fix) from None
+
+
+def require_pillow() -> Any:
+    """The module ``PIL.Image``. Raises ConfigError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        fix = "pictures need pillow: pip install 'guided-spec[vision]'"
+        raise ConfigError("messages", "a picture", fix) from None
+    return Image
+
+
+def _upright(path: str, given: Any) -> Image.Image:
+    from PIL import ImageOps
+
+    image = require_pillow()
+    turned = ImageOps.exif_transpose(given)
+    if turned.mode.startswith("I;16"):  # else what is brighter than 255 is white
+        turned = turned.point(lambda value: value / 256).convert("L")
+    elif turned.mode in ("I", "F"):
+        fix = "has numbers of no known range for colours; save it with 8 bits"
+        raise ConfigError(path, f"mode {turned.mode}", fix)
+    if turned.has_transparency_data:
+        turned = turned.convert("RGBA")
+        white = image.new("RGBA", turned.size, "white")
+        turned = image.alpha_composite(white, turned)
+    plain: Image.Image = turned.convert("RGB")
+    return plain
+
+
+def _require_size(path: str, image: Any) -> None:
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise ConfigError(path, f"{width} x {height}", _too_many_pixels())
+    if not width or not height:
+        raise ConfigError(path, f"{width} x {height}", "has no pixels")
+
+
+def _require_detail(path: str, given: Any) -> None:
+    if given is not None:  # a picture is always read as the model's own processor has it
+        require_one_of(path, given, _DETAILS)
+
+
+def _too_many_bytes() -> str:
+    return f"has more than {MOST_BYTES // 2**20} MiB; send a smaller picture"
+
+
+def _too_many_pixels() -> str:
+    return f"has more than {MOST_PIXELS // 10**6} million pixels; send a smaller picture"

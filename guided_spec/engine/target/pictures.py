@@ -1,0 +1,79 @@
+"""The rows that the pictures of requests have while these run."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
+
+from torch import Tensor
+
+from guided_spec.engine.request import Request, State
+from guided_spec.errors import ModelError
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.pictures.vision import SplitModel, VisionTower
+from guided_spec.models.slot_lm import SlotLM
+
+
+class PromptAxes(NamedTuple):
+    """tower: counts the positions of a prompt with pictures. slots: of the texts that run."""
+
+    tower: VisionTower
+    slots: SlotAxes
+
+
+class PicturePlaces:
+    """Gives requests the rows of their pictures, and takes them back when they have ended.
+
+    A request that is requeued keeps them. rows: None where the model reads no pictures.
+    axes: what gives a prompt's positions, and where they are kept; None where they have one axis.
+    """
+
+    def __init__(self, rows: PictureRows | None, axes: PromptAxes | None = None) -> None:
+        self._rows, self._axes = rows, axes
+        self._holders: dict[Request, Tensor | None] = {}  # and positions of their prompts
+
+    @classmethod
+    def of(cls, split: SplitModel, target: CausalLM) -> PicturePlaces:
+        """target: of the split model's language. Raises ModelError where it keeps no slots."""
+        if split.tower is None:
+            return cls(split.pictures)
+        if not isinstance(target, SlotLM):
+            kind = split.language.config.model_type
+            raise ModelError(f"model_type={kind!r}: pictures need texts over slots, it has none")
+        return cls(split.pictures, PromptAxes(split.tower, target.keep_axes()))
+
+    def place(self, request: Request) -> bool:
+        """Whether it has rows for all its pictures; False where it must wait for others' end.
+
+        Raises what the vision tower raises.
+        """
+        prompt = request.job.pictures
+        if prompt is None or request.has_pictures_placed:
+            return True
+        assert self._rows is not None, "no prompt has pictures that the model cannot read"
+        ids = self._rows.take(prompt.pictures)
+        if ids is None:
+            return False
+        self._holders[request] = None
+        if self._axes is not None:
+            self._holders[request] = self._axes.tower.positions(prompt)
+        request.place_pictures(ids)
+        return True
+
+    def begin(self, request: Request) -> None:
+        """The request has got a slot, in which its prompt will be read."""
+        if self._axes is not None:
+            self._axes.slots.put(request.text.slot, self._holders.get(request))
+
+    def release_ended(self, in_flight: Container[Request]) -> None:
+        """in_flight: requests whose rows a launched step still reads."""
+        ended = [
+            one for one in self._holders if one.state is State.FINISHED and one not in in_flight
+        ]
+        for request in ended:
+            del self._holders[request]
+            assert self._rows is not None
+            assert request.job.pictures is not None
+            self._rows.release(request.job.pictures.pictures)

@@ -1,0 +1,79 @@
+"""The embedding table of a model that reads pictures: the vocabulary's rows, then pictures'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class PictureEmbedding(nn.Embedding):
+    """Looks tokens up as ``nn.Embedding`` does; ids from ``num_tokens`` on are rows of pictures.
+
+    placeholder: the token that stands for them where a prompt is written down.
+    deep: [num_rows, D, H], what the first D layers add to what they give for a row; None where no
+        layer does.
+    """
+
+    def __init__(self, weight: Tensor, num_tokens: int, placeholder: int) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
+        self.num_tokens, self.placeholder = num_tokens, placeholder
+        self.deep: Tensor | None = None
+
+    @classmethod
+    def widening(cls, stock: nn.Embedding, num_rows: int, placeholder: int) -> PictureEmbedding:
+        """A table with ``num_rows`` rows more, of whose beginning the stock weight becomes a view.
+
+        Nothing is stored twice, and the stock modules compute what they did.
+        """
+        own = stock.weight.data
+        weight = own.new_zeros(len(own) + num_rows, own.shape[1])
+        weight[: len(own)] = own
+        weight[len(own) :] = own[placeholder]
+        stock.weight.data = weight[: len(own)]
+        return cls(weight, len(own), placeholder)
+
+    def deepen(self, num_layers: int) -> None:
+        """Let rows hold what so many layers add."""
+        if num_layers:
+            self.deep = self.weight.new_zeros(self.num_rows, num_layers, self.embedding_dim)
+
+    def deep_arguments(self, token_ids: Tensor) -> dict[str, Any]:
+        """What a decoder of transformers is told of the rows among int64 [B, T]."""
+        if self.deep is None:
+            return {}
+        seen = token_ids >= self.num_tokens
+        found = self.deep[token_ids[seen] - self.num_tokens]
+        return {"visual_pos_masks": seen, "deepstack_visual_embeds": list(found.unbind(1))}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of pictures."""
+        return self.num_embeddings - self.num_tokens
+
+    @torch.inference_mode()
+    def write(self, rows: list[int], features: Tensor) -> None:
+        """Make these rows of pictures ``features`` [len(rows), 1 + D, H]."""
+        index = torch.tensor(rows, device=self.weight.device)
+        self.weight[self.num_tokens + index] = features[:, 0].to(self.weight)
+        if self.deep is not None:
+            self.deep[index] = features[:, 1:].to(self.deep)
+
+
+def token_rows(embedding: nn.Module) -> Any:
+    """The weight [V, H] of an embedding, without rows of pictures; None where it has none."""
+    weight = getattr(embedding, "weight", None)
+    if isinstance(embedding, PictureEmbedding):
+        return weight[: embedding.num_tokens] if isinstance(weight, Tensor) else weight
+    return weight
+
+
+def seeing(own: nn.Embedding, target: PreTrainedModel) -> nn.Embedding:
+    """A drafter's own table as it can be given the target's ids: every picture's row is that of the
+    placeholder. Where the target reads no pictures, the table itself."""
+    theirs: Any = target.get_input_embeddings()
+    if not isinstance(theirs, PictureEmbedding):
+        return own
+    return PictureEmbedding.widening(own, theirs.num_rows, theirs.placeholder)

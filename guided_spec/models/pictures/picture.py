@@ -1,0 +1,116 @@
+"""A picture as a vision tower reads it, and a prompt that holds some."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+_OFFSET_BITS = 24  # a picture has fewer tokens
+
+
+class Sight(NamedTuple):
+    """Whether and how a model reads pictures.
+
+    refusal: why it does not, None where it does. placeholder: the token that stands for each row of
+    a picture. num_rows: of the table.
+    """
+
+    refusal: str | None
+    placeholder: int = -1
+    num_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What a processor made of one picture; equal to every picture of the same content.
+
+    content: a digest of ``inputs``. count: tokens that it takes. inputs: arrays by the names of the
+    vision tower's arguments.
+    """
+
+    content: bytes
+    count: int = field(compare=False)
+    inputs: Mapping[str, NDArray[Any]] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, NDArray[Any]], count: int) -> Picture:
+        """The picture of a processor's arrays."""
+        found = hashlib.blake2b(digest_size=16)
+        for name in sorted(inputs):
+            array = np.ascontiguousarray(inputs[name])
+            found.update(f"{name} {array.dtype} {array.shape} ".encode())
+            found.update(array.data if array.size else b"")
+        return cls(found.digest(), count, dict(inputs))
+
+    def names(self) -> Iterator[int]:
+        """A number for each of its tokens that no other picture's token has, and no word's."""
+        first = int.from_bytes(self.content) << _OFFSET_BITS
+        return (-1 - first - at for at in range(self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePrompt:
+    """Token ids in which one token, the placeholder, stands wherever a row of a picture is read.
+
+    pictures: in the order of the prompt. places: [N] the positions that stand for them.
+    """
+
+    token_ids: list[int]
+    pictures: tuple[Picture, ...]
+    places: list[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def named(self) -> list[int]:
+        """The tokens, with names of their content where pictures are: equal for equal prompts."""
+        return self._filled(name for one in self.pictures for name in one.names())
+
+    def placed(self, ids: Sequence[Sequence[int]]) -> list[int]:
+        """The tokens to feed. ids: of each picture, those of its rows."""
+        return self._filled(token for one in ids for token in one)
+
+    def _filled(self, values: Iterator[int]) -> list[int]:
+        filled = list(self.token_ids)
+        for place, value in zip(self.places, values, strict=True):
+            filled[place] = value
+        return filled
+
+
+class TextAfter(Sequence[int]):
+    """Tokens that begin otherwise than they are written. tokens: they may grow, and it with them.
+
+    begin: takes the place of as many of the first ones.
+    """
+
+    __slots__ = ("_begin", "_tokens")
+
+    def __init__(self, begin: list[int], tokens: Sequence[int]) -> None:
+        self._begin, self._tokens = begin, tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        size = len(self._begin)
+        if not isinstance(at, slice):
+            at = range(len(self))[at]
+            return self._begin[at] if at < size else self._tokens[at]
+        start, stop, step = at.indices(len(self))
+        if step != 1:
+            return [self[index] for index in range(start, stop, step)]
+        return [*self._begin[start:stop], *self._tokens[max(start, size) : max(stop, size)]]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._begin
+        yield from islice(self._tokens, len(self._begin), None)

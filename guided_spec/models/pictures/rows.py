@@ -1,0 +1,96 @@
+"""Which rows of the embedding table hold which picture."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.pictures.picture import Picture
+
+
+class ReadsPictures(Protocol):
+    """A vision tower, with what brings its features to the width of the embedding."""
+
+    def features(self, picture: Picture) -> Tensor:
+        """[picture.count, 1 + D, H], see ``PictureEmbedding``. Raises ModelError."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A picture in the table. users: texts that read it."""
+
+    rows: list[int]
+    users: int = 0
+
+
+class PictureRows:
+    """Reads each picture once, and keeps its features while a text uses them and there is room.
+
+    Rows that nobody uses stay until others need them; the least recently used go first. A text
+    holds its rows until it has ended, so that an id means one picture for all of its life. Used by
+    one thread.
+    """
+
+    def __init__(self, embedding: PictureEmbedding, vision: ReadsPictures) -> None:
+        self._embedding, self._vision = embedding, vision
+        self._free = list(range(embedding.num_rows))[::-1]
+        # The unused ones in the order of their use. No LRUCache: those in use may not go.
+        self._held: OrderedDict[Picture, _Held] = OrderedDict()
+        self.num_read = 0  # pictures that the tower has read
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self._embedding.num_rows
+
+    def take(self, pictures: Sequence[Picture]) -> list[list[int]] | None:
+        """The token ids of each picture's rows, for a text that then calls ``release``.
+
+        None where other texts hold too many of them. Raises what the vision tower raises.
+        """
+        asked = dict.fromkeys(pictures)
+        missing = [one for one in asked if one not in self._held]
+        kept = sum(
+            len(held.rows)
+            for one, held in self._held.items()
+            if not held.users and one not in asked
+        )
+        if sum(one.count for one in missing) > len(self._free) + kept:
+            return None
+        known = [one for one in asked if one in self._held]
+        for one in known:
+            self._use(one)
+        try:
+            for one in missing:
+                self._read(one)
+                self._use(one)
+                known.append(one)
+        except BaseException:
+            self.release(known)
+            raise
+        first = self._embedding.num_tokens
+        return [[first + row for row in self._held[one].rows] for one in pictures]
+
+    def release(self, pictures: Sequence[Picture]) -> None:
+        """A text that took these has ended."""
+        for one in dict.fromkeys(pictures):
+            self._held[one].users -= 1
+
+    def _use(self, picture: Picture) -> None:
+        self._held[picture].users += 1
+        self._held.move_to_end(picture)
+
+    def _read(self, picture: Picture) -> None:
+        features = self._vision.features(picture)
+        while len(self._free) < picture.count:
+            oldest = next(one for one, held in self._held.items() if not held.users)
+            self._free += self._held.pop(oldest).rows
+        rows = [self._free.pop() for _ in range(picture.count)]
+        self._embedding.write(rows, features)
+        self._held[picture] = _Held(rows)
+        self.num_read += 1

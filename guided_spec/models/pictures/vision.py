@@ -1,0 +1,212 @@
+"""A vision-language model in two: its language model, as one of text alone, and its tower."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from guided_spec.errors import ModelError
+from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
+from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
+
+SERVED = {
+    "idefics3": "text_model",
+    "smolvlm": "text_model",
+    "llava": "language_model",
+    "llava_next": "language_model",
+    "internvl": "language_model",
+    "mistral3": "language_model",
+    "qwen2_vl": "language_model",
+    "qwen2_5_vl": "language_model",
+    "qwen3_vl": "language_model",
+    "qwen3_vl_moe": "language_model",
+}
+"""By model_type, the name of the language model in ``model.model``: families of causal attention.
+"""
+WITH_AXES: dict[str, Any] = {
+    "qwen2_vl": Qwen2ForCausalLM,
+    "qwen2_5_vl": Qwen2ForCausalLM,
+    "qwen3_vl": Qwen3ForCausalLM,
+    "qwen3_vl_moe": Qwen3ForCausalLM,
+}
+"""Those whose positions have three axes, and what puts an output head on their language model."""
+
+_DEEP = ("qwen3_vl", "qwen3_vl_moe")  # whose first layers take features too
+_BOTH_WAYS = "it attends to a picture in both directions"
+_AXES = "a picture's positions have three axes in it"
+_REASONS = {
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AXES),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
+    "mllama": "its layers attend to pictures apart from the text",
+}
+_TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
+_PROBE = (1, 2, 3, 5)  # token ids
+
+
+class SplitModel(NamedTuple):
+    """language: reads text and ids of rows. pictures: these rows; None where it reads none.
+
+    tower: where positions have three axes, what gives those of a prompt; else None.
+    """
+
+    language: PreTrainedModel
+    sight: Sight
+    pictures: PictureRows | None = None
+    tower: VisionTower | None = None
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether transformers has a configuration's model as one of pictures alone, not of text."""
+    kind = config.model_type
+    return (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+
+
+def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
+    """The language model of one that reads pictures; another model as it is.
+
+    num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
+    did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
+    """
+    kind = model.config.model_type
+    if kind not in SERVED:
+        return SplitModel(model, Sight(_refusal(model.config)))
+    if len({one.device for one in model.parameters()}) != 1:
+        raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
+    with errors_naming(model, "its language model cannot be told from its vision tower"):
+        language, table = _language_of(model, num_rows)
+        _try(model, language)
+    tower = VisionTower(model)
+    sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
+    return SplitModel(language, sight, rows, tower if kind in WITH_AXES else None)
+
+
+def _refusal(config: Any) -> str:
+    """Why a model of no kind in ``SERVED`` reads no pictures."""
+    kind = config.model_type.removesuffix("_text")
+    if config.model_type not in _TEXT_ALONE and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        reason = _REASONS.get(kind)
+        return f"{kind} cannot read pictures yet{reason and f': {reason}' or ''}"
+    name = str(config.name_or_path or "").rstrip("/").rsplit("/", 1)[-1]  # no path of the machine
+    return f"{name} ({config.model_type}) has no vision tower".strip()
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
+    """Compare the two for a few tokens of text."""
+    whole: Any = model
+    part: Any = language
+    ids = torch.tensor([_PROBE], device=model.device)
+    own, found = (one(input_ids=ids, use_cache=False).logits[0] for one in (whole, part))
+    require_close(model, found, own, "of its language model alone")
+
+
+def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmbedding]:
+    decoder = getattr(model.model, SERVED[model.config.model_type])
+    stock = decoder.get_input_embeddings()
+    if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
+        raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
+    text_config = decoder.config
+    kind = model.config.model_type
+    with torch.device("meta"):
+        if kind in WITH_AXES:  # their own configurations lack some of its fields
+            language: Any = WITH_AXES[kind](WITH_AXES[kind].config_class(num_hidden_layers=1))
+            language.config, language.vocab_size = text_config, text_config.vocab_size
+        else:
+            known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+            language = known[type(text_config)](text_config)
+    own = copy.copy(decoder)
+    own._modules = dict(decoder._modules)
+    tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
+    table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
+    table.deepen(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())))
+    if tied:
+        model.lm_head.weight.data = stock.weight.data
+    own.set_input_embeddings(table)
+    language.model = own
+    language.set_output_embeddings(model.lm_head)
+    left = [name for name, one in language.named_parameters() if one.is_meta]
+    if left:
+        raise refusal(model, f"expected the weights of {text_config.model_type}, found no {left}")
+    language.generation_config = model.generation_config
+    language.config.name_or_path = model.config.name_or_path
+    language.eval()
+    return language, table
+
+
+def _rows_of(level: Any) -> Tensor:
+    parts = [level] if isinstance(level, Tensor) else level
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+class VisionTower:
+    """What a model makes of a picture; it keeps nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        inner: Any = model.model
+        self._names = set(inspect.signature(inner.get_image_features).parameters)
+        self._takes_kinds = False
+        if model.config.model_type in WITH_AXES:
+            names = inspect.signature(inner.get_rope_index).parameters
+            self._takes_kinds = "mm_token_type_ids" in names
+
+    @torch.inference_mode()
+    def features(self, picture: Picture) -> Tensor:
+        """[picture.count, 1 + D, H], see ``PictureEmbedding``.
+
+        Raises ModelError, also where the processor is another model's.
+        """
+        model = self._model
+        with errors_naming(model, "its vision tower failed"):
+            found = model.get_image_features(**self._inputs(picture.inputs), return_dict=True)
+            levels = [found.pooler_output]
+            if model.config.model_type in _DEEP:
+                levels += found.deepstack_features
+            rows = torch.stack([_rows_of(level) for level in levels], 1)
+        if len(rows) != picture.count:
+            counts = f"{len(rows)} rows for a picture of {picture.count} tokens"
+            raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")
+        return rows
+
+    @torch.inference_mode()
+    def positions(self, prompt: PicturePrompt) -> Tensor:
+        """int64 [3, P]: time, height and width of each token. Raises ModelError."""
+        model, places = self._model.model, torch.tensor(prompt.places)
+        ids = torch.tensor([prompt.token_ids])
+        grids = [torch.from_numpy(one.inputs["image_grid_thw"]) for one in prompt.pictures]
+        kinds = torch.zeros_like(ids).index_fill_(1, places, 1)
+        given = {"mm_token_type_ids": kinds} if self._takes_kinds else {}
+        with errors_naming(self._model, "its positions cannot be counted"):
+            found: Tensor
+            found, _ = model.get_rope_index(ids, image_grid_thw=torch.cat(grids), **given)
+        return found[:, 0]
+
+    def _inputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+        inputs = {}
+        for name, array in arrays.items():
+            if name in self._names:
+                tensor = torch.from_numpy(array).to(self._model.device)
+                is_float = tensor.is_floating_point()
+                inputs[name] = tensor.to(self._model.dtype) if is_float else tensor
+        return inputs

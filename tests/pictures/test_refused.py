@@ -1,0 +1,74 @@
+"""Families whose pictures cannot be read yet say so by name; their texts are read as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from guided_spec.errors import ConfigError
+from guided_spec.models.pictures.vision import is_vision_config, split_vision
+from guided_spec.types import SamplingParams
+from tests.models.tiny import build
+from tests.pictures.sighted import TEXT, VISION, ask, picture
+from tests.tiny_llm import VOCAB_SIZE, make_llm
+
+GEMMA: dict[str, Any] = {"text_config": {**TEXT, "vocab_size": VOCAB_SIZE, "head_dim": 8}}
+GEMMA |= {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("llama", "(llama) has no vision tower"),
+        ("gemma3", "has no vision tower"),  # of text alone
+        (
+            "qwen3_5",
+            "qwen3_5 cannot read pictures yet: a picture's positions have three axes in it",
+        ),
+    ],
+)
+def test_models_of_text_say_why(name: str, refusal: str) -> None:
+    split = split_vision(build(name), 8)
+    assert split.language is not None
+    assert split.pictures is None
+    assert refusal in (split.sight.refusal or "")
+
+
+def test_gemma_reads_text_and_refuses_pictures() -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(**GEMMA)
+    assert not is_vision_config(config)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with make_llm(model) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate(["the cat"], params)
+        with pytest.raises(ConfigError) as caught:
+            llm.chat(ask(picture(1), "and?"), chat_template_kwargs={"chat_template": "x:"})
+    ids = torch.tensor([llm.encode("the cat")])
+    found = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert output.completions[0].token_ids == found[0, ids.shape[1] :].tolist()
+    assert "gemma3 cannot read pictures yet: it attends to a picture in both directions" in str(
+        caught.value
+    )
+
+
+def test_another_family_of_pictures_is_loaded_for_text() -> None:
+    torch.manual_seed(0)
+    text = {"model_type": "cohere2", **TEXT, "vocab_size": VOCAB_SIZE, "head_dim": 8}
+    vision = {"model_type": "siglip_vision_model", **VISION}
+    config = transformers.AyaVisionConfig(
+        vision_config=vision, text_config=text, image_token_index=9
+    )
+    assert is_vision_config(config)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with make_llm(model) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate(["the cat"], params)
+        assert llm.sight.refusal == "aya_vision cannot read pictures yet"
+    ids = torch.tensor([llm.encode("the cat")])
+    found = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert output.completions[0].token_ids == found[0, ids.shape[1] :].tolist()
