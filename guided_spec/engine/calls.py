@@ -77,12 +77,10 @@ class _Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         params = list(inspect.signature(function).parameters.values())[1:]
-        named = [one for one in params if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        self._takes_others = params[-1].kind is inspect.Parameter.VAR_KEYWORD
+        named = [one for one in params if one.kind is not one.VAR_KEYWORD]
+        self._takes_others = len(named) < len(params)
         self._names = {one.name for one in named}
         self._positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
-        if len(params) - len(named) > self._takes_others:  # the first of those given by kind
-            self._positional.append(named[len(self._positional)].name)
         self._required = [one.name for one in named if one.default is one.empty]
         self._name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         self._is_chat = "messages" in self._names
@@ -93,7 +91,7 @@ class _Signature:
         if not self._takes_others:
             self._require_known(found)
         for at, value in enumerate(args):
-            is_alone = len(args) <= len(self._positional) and "params" not in found
+            is_alone = len(args) == 2 and "params" not in found  # noqa: PLR2004 - the first is no option
             found = _with(found, self._name_of(at, value, is_alone=is_alone), value)
         for name in self._required:
             if name not in found:

