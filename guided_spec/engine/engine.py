@@ -49,7 +49,7 @@ class Engine:
 
     Attributes: model, proposer, as they were passed. config: likewise, with K = 0 where the
         proposer never drafts. target: of the model. planner: of the next step. in_flight: what the
-        last round left to the next one.
+        last round left to the next one. pictures: the rows that requests hold.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Engine:
         self._slow = SlowTexts(num_mask_words(model.vocab_size), limits.text_seconds)
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
-        self._pictures = pictures or PicturePlaces(None)
-        own = (scheduler, model, config.longest_draft, self._pictures)
+        self.pictures = pictures or PicturePlaces(None)
+        own = (scheduler, model, config.longest_draft, self.pictures)
         self._intake = Intake(*own, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         shared = (proposer, scheduler, prefixes, self._slow)
@@ -284,7 +284,7 @@ class Engine:
         slots = self._scheduler.remove_finished(self.in_flight.requests)
         if slots:
             self._release(slots)
-        self._pictures.release_ended(self.in_flight.requests)
+        self.pictures.release_ended(self.in_flight.requests)
 
     def _learn(self) -> None:
         """Show the proposer, where it wants to see them, the texts that have just ended well."""

@@ -155,14 +155,14 @@ def _tokenizer(image: str) -> Any:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
-    for name, text in {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    }.items():
+    for name, token_id, text in (
+        ("start_image_token", "start_image_token_id", "<img>"),
+        ("end_image_token", "end_image_token_id", "</img>"),
+        ("context_image_token", "context_image_token_id", "<IMG_CONTEXT>"),
+        ("video_token", "video_token_id", "<video>"),
+    ):
         setattr(tokenizer, name, text)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+        setattr(tokenizer, token_id, tokenizer.convert_tokens_to_ids(text))
     return tokenizer
 
 

@@ -125,7 +125,7 @@ def test_pictures_are_equal_by_their_content() -> None:
 
 def engine_rows(llm: LLM) -> PictureRows:
     """Of an engine that runs."""
-    rows = llm._runner.setup.engine._pictures._rows  # type: ignore[attr-defined]
+    rows = llm._runner.setup.engine.pictures.rows  # type: ignore[attr-defined]
     assert isinstance(rows, PictureRows)
     return rows
 

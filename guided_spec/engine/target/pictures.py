@@ -31,7 +31,7 @@ class PicturePlaces:
     """
 
     def __init__(self, rows: PictureRows | None, axes: PromptAxes | None = None) -> None:
-        self._rows, self._axes = rows, axes
+        self.rows, self._axes = rows, axes
         self._holders: dict[Request, Tensor | None] = {}  # and positions of their prompts
 
     @classmethod
@@ -52,8 +52,8 @@ class PicturePlaces:
         prompt = request.job.pictures
         if prompt is None or request.has_pictures_placed:
             return True
-        assert self._rows is not None, "no prompt has pictures that the model cannot read"
-        ids = self._rows.take(prompt.pictures)
+        assert self.rows is not None, "no prompt has pictures that the model cannot read"
+        ids = self.rows.take(prompt.pictures)
         if ids is None:
             return False
         self._holders[request] = None
@@ -74,6 +74,6 @@ class PicturePlaces:
         ]
         for request in ended:
             del self._holders[request]
-            assert self._rows is not None
+            assert self.rows is not None
             assert request.job.pictures is not None
-            self._rows.release(request.job.pictures.pictures)
+            self.rows.release(request.job.pictures.pictures)

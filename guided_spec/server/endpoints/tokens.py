@@ -8,6 +8,7 @@ from fastapi.responses import Response
 
 from guided_spec.engine.chat import ChatOptions
 from guided_spec.engine.chats.messages import num_letters, read_messages
+from guided_spec.engine.prompt import Prompt
 from guided_spec.server.endpoints.bodies import TokenizeBody
 from guided_spec.server.endpoints.messages import template_variables
 from guided_spec.server.endpoints.replies import TokenizeReply
@@ -28,13 +29,13 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
     return await service.workers.run(lambda: _reply(service, body, token_ids))
 
 
-def _chat_prompt(service: Service, body: TokenizeBody) -> list[int]:
+def _chat_prompt(service: Service, body: TokenizeBody) -> Prompt:
     assert body.messages is not None  # as the caller knows
     messages = read_messages(body.messages, service.template, service.picture_rules)
     service.require_length(num_letters(messages), "messages", unit="characters")
     variables = template_variables(body.chat_template_kwargs, service.template_arguments)
     options: ChatOptions = {"chat_template_kwargs": variables}
-    return service.llm.prepare_chat(messages, body.tools, **options).prompt_ids
+    return service.llm.prepare_chat(messages, body.tools, **options).prompt
 
 
 def _reply(service: Service, body: TokenizeBody, token_ids: list[int]) -> Response:
