@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_040,  # 90 more: all messages name options, the port comes first
+    "cli": 2_045,  # 95 more: all messages name options, the port comes first
     "engine": 6_950,  # 500 more: what templates read and are told, refusals, hints to caches
     "evaluate": 1_270,  # 10 more: requests that fail
     "grammar": 22_365,  # 580 more: listed items, vast counts, classes of surrogates, functions
