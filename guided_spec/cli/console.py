@@ -50,8 +50,8 @@ def report_failures(found: Iterable[Measurement]) -> None:
     """Say on stderr how many requests failed, and why; raise ``typer.Exit`` with 1 if any did."""
     failed = [one for one in found if one.failed]
     for one in failed:
-        failures = f"{one.failed} of {one.requests} requests failed: {said(one.error)}"
-        stderr().print(f"{one.name}: {failures}", markup=False)
+        counts = f"{one.failed} of {one.requests} requests failed"
+        stderr().print(f"{one.name}: {counts}: {said(one.error)}", markup=False)
     if failed:
         raise typer.Exit(1)
 
@@ -69,7 +69,9 @@ def working(words: str) -> Status:
 
 
 @contextmanager
-def failures_as_messages(options: Mapping[str, str], *, as_json: bool) -> Iterator[None]:
+def failures_as_messages(
+    options: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
     options: of the command, by the arguments that messages name.
@@ -79,9 +81,9 @@ def failures_as_messages(options: Mapping[str, str], *, as_json: bool) -> Iterat
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
     _hide_progress_bars()
-    before = running.set(options)
+    before = running.set(options or {})
     try:
-        with log_as_spoken(logging.lastResort, options):
+        with log_as_spoken(logging.lastResort, running.get()):
             yield
     except GuidedSpecError as error:
         _print_error(error, told(error), as_json=as_json)
