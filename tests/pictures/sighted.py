@@ -172,7 +172,7 @@ def _processor(family: str) -> Any:
     )
     template = {"chat_template": tokenizer.chat_template}
     size = {"height": 16, "width": 16}
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):  # the second one's own needs num2words and torchvision
         images = transformers.Idefics3ImageProcessorPil(
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
         )
@@ -254,13 +254,15 @@ class QwenLike(InternVLLike):
         return {"pixel_values": found["pixel_values"], "image_grid_thw": grids, "shown": shown}
 
 
+IDEFICS3 = {
+    "vision_config": VISION,
+    "text_config": {"model_type": "llama", "tie_word_embeddings": True},
+    "scale_factor": 2,
+    "tie_word_embeddings": True,
+}
 OWN: dict[str, dict[str, Any]] = {
-    "idefics3": {
-        "vision_config": VISION,
-        "text_config": {"model_type": "llama", "tie_word_embeddings": True},
-        "scale_factor": 2,
-        "tie_word_embeddings": True,
-    },
+    "idefics3": IDEFICS3,
+    "smolvlm": IDEFICS3,
     "llava": {"vision_config": CLIP, "text_config": LLAMA, "vision_feature_layer": -1},
     "llava_next": {
         "vision_config": CLIP,
@@ -297,7 +299,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {**QWEN3, "text_config": {**QWEN3["text_config"], **EXPERTS}},
 }
 NAMES = {
-    **{"idefics3": "Idefics3", "llava": "Llava", "llava_next": "LlavaNext"},
+    **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava", "llava_next": "LlavaNext"},
     **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
     **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
 }

@@ -118,7 +118,7 @@ def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
     part: Any = language
     ids = torch.tensor([_PROBE], device=model.device)
     own, found = (one(input_ids=ids, use_cache=False).logits[0] for one in (whole, part))
-    require_close(model, found, own, "of its language model alone")
+    require_close(model, [found], [own], "of its language model alone")
 
 
 def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmbedding]:
