@@ -114,9 +114,10 @@ def test_every_mode_of_pil_is_read() -> None:
         assert colours(OpenPicture("p", deep)) == [[[7, 7, 7]] * 2] * 2
     for mode, plain in (("RGBa", "RGB"), ("La", "L")):
         blended = RED_ABOVE.convert(plain).convert(plain + "A").convert(mode)
-        assert colours(OpenPicture("p", blended)) == np.asarray(
-            RED_ABOVE.convert(plain).convert("RGB")
-        ).tolist()
+        assert (
+            colours(OpenPicture("p", blended))
+            == np.asarray(RED_ABOVE.convert(plain).convert("RGB")).tolist()
+        )
 
 
 def local(given: Any) -> None:
