@@ -237,8 +237,9 @@ def _upright(path: str, given: Any) -> Image.Image:
         raise ConfigError(path, f"mode {turned.mode}", fix)
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")
-        white = image.new("RGBA", turned.size, "white")
-        turned = image.alpha_composite(white, turned)
+        white: Image.Image = image.new("RGB", turned.size, "white")
+        white.paste(turned, mask=turned)
+        return white
     plain: Image.Image = turned.convert("RGB")
     return plain
 
