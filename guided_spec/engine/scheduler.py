@@ -16,6 +16,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 
 BOUND_AT_ONCE = 8  # texts that get their grammars while a step runs: more would hold it up
+PICTURES_AT_ONCE = 1  # that are read before a step: running texts wait for more
 PATIENCE = 0.05  # seconds until somebody may have cancelled
 
 
@@ -54,6 +55,11 @@ class Scheduler:
     def num_free(self) -> int:
         """Slots that nobody holds."""
         return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -169,11 +175,12 @@ class Intake:
         if self.is_parallel:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
+        last = self.pictures.num_read + PICTURES_AT_ONCE
         for request in self.scheduler.ready():
             if not self.model.has_blocks(len(request.text.tokens) + self.longest_draft):
                 break  # else it would read its prompt, and go back to the queue
             if self._bind(request):
-                if not self._place_pictures(request):
+                if not self._place_pictures(request, last):
                     break
                 if request.state is State.FINISHED:
                     continue
@@ -201,10 +208,15 @@ class Intake:
             self.scheduler.end(request, GrammarError(f"the grammar cannot be used: {error!r}"))
         return request.state is not State.FINISHED
 
-    def _place_pictures(self, request: Request) -> bool:
-        """False where it has to wait for rows; it ends where its pictures cannot be read."""
+    def _place_pictures(self, request: Request, last: int) -> bool:
+        """False where it has to wait for rows; it ends where its pictures cannot be read.
+
+        last: the number of the picture after which texts that run go on before others are read.
+        """
+        left = max(0, last - self.pictures.num_read)
+        most = left if self.scheduler.num_running else None
         try:
-            return self.pictures.place(request)
+            return self.pictures.place(request, most)
         except GuidedSpecError as error:
             self.scheduler.end(request, error)
         except Exception as error:  # of the vision tower; it concerns this request alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from guided_spec.models.pictures.embedding import PictureEmbedding
 from guided_spec.models.pictures.picture import Picture, PicturePrompt, TextAfter
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.pictures.vision import VisionTower, split_vision
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.types import SamplingParams
 from tests.pictures.sighted import ask, picture, sighted
 from tests.pictures.test_texts import GREEDY, LENGTH, LONG, texts
@@ -154,6 +156,60 @@ def test_rows_of_another_picture_find_no_prefix(proposer: str) -> None:
     assert len({tuple(text) for text in wanted}) == 3
     assert found == wanted
     assert cached > 0, "the same picture's prefix is found, wherever its rows are"
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=12),
+    st.integers(12, 14),
+    st.integers(1, 2),
+)
+def test_pictures_are_read_a_few_at_a_time(
+    asked: list[list[int]], num_rows: int, most: int
+) -> None:
+    """Those that are read already stay until the last one is."""
+    table, rows = made(num_rows)
+    for numbers in asked:
+        pictures, before = [numbered(number) for number in numbers], rows.num_read
+        ids = rows.take(pictures, 0)
+        assert rows.num_read == before
+        for _ in range(4):
+            known = rows.num_read
+            ids = rows.take(pictures, most) if ids is None else ids
+            assert rows.num_read - known <= most
+        assert ids is not None
+        assert rows.num_read - before <= len({*numbers})
+        for one, own in zip(pictures, ids, strict=True):
+            assert (table(torch.tensor(own)) == float(one.inputs["number"])).all()
+        rows.release(pictures)
+
+
+def test_texts_go_on_while_pictures_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, seen = sighted("llava"), list[str]()
+    features, forward = VisionTower.features, SlotLM.forward
+
+    def read(self: VisionTower, given_: Picture) -> Tensor:
+        seen.append("read")
+        return features(self, given_)
+
+    def step(self: SlotLM, *args: Any, **options: Any) -> Any:
+        seen.append("step")
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(VisionTower, "features", read)
+    monkeypatch.setattr(SlotLM, "forward", step)
+    prompt = ask(*map(picture, range(5)), LONG)
+    with one.llm(kernels="stock") as llm:
+        asked = llm.prepare_chat(prompt, params=GREEDY).prompt
+        long = SamplingParams(max_tokens=400, ignore_eos=True)
+        running = llm.stream_chat(ask("and?"), params=long)
+        next(iter(running))
+        seen.clear()
+        (found,) = llm.generate([asked], GREEDY)
+    reads = [at for at, name in enumerate(seen) if name == "read"]
+    assert len(reads) == 5
+    assert "step" in seen[reads[0] : reads[1]]
+    assert all(after - before > 1 for before, after in pairwise(reads))
+    assert found.completions[0].token_ids == one.expected(prompt, LENGTH)
 
 
 @pytest.mark.parametrize("kernels", ["packed", "stock"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +17,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
+from guided_spec.engine.chats.pictures import OpenPicture
 from guided_spec.engine.process import EngineProcess
+from guided_spec.server.workers import SMALL_BYTES, is_small
 from tests.pictures.sighted import ask, picture, png, sighted
 from tests.server.running import PATIENCE, Running, running
 
@@ -203,6 +208,66 @@ def test_many_pictures_wait_for_their_rows(served: Running) -> None:
     with ThreadPoolExecutor(5) as pool:
         found = list(pool.map(reply, range(5)))
     assert found == [wanted(picture(seed), WORDS) for seed in range(5)]
+
+
+def large_file() -> bytes:
+    """4 kB, of 36 million pixels."""
+    return png(Image.new("P", (6000, 6000)), bits=1, transparency=0)
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_small_bodies_of_large_pictures_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+    escaped: bool,  # noqa: FBT001
+) -> None:
+    """A client of small bodies must not fill the memory, nor keep the threads from others."""
+    inside, most, lock = 0, 0, threading.Lock()
+    image_of = OpenPicture.image
+
+    def counted(self: OpenPicture) -> Image.Image:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.02)
+        found = image_of(self)
+        with lock:
+            inside -= 1
+        return found
+
+    monkeypatch.setattr(OpenPicture, "image", counted)
+    url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    sent = json.dumps(chat({"type": "image_url", "image_url": {"url": url}}))
+    if escaped:
+        sent = sent.replace('"image_url"', '"\\u0069mage_url"')
+    with sighted("llava").llm() as llm, running(llm) as served, ThreadPoolExecutor(4) as pool:
+
+        def reply(_: int) -> str:
+            headers = {"content-type": "application/json"}
+            address = f"{served.url}/v1/chat/completions"
+            found = httpx.post(address, content=sent, headers=headers, timeout=PATIENCE)
+            shown: str = found.json()["choices"][0]["message"]["content"]
+            return shown
+
+        assert set(pool.map(reply, range(4))) == {wanted(picture(3), WORDS)}
+    assert most == 1
+
+
+def test_what_of_bodies_is_small() -> None:
+    large = base64.b64encode(large_file()).decode()
+    url = f"data:image/png;base64,{large}"
+    bodies: list[dict[str, Any]] = [
+        chat({"type": "image_url", "image_url": {"url": url}}),
+        responses({"type": "input_image", "image_url": url}),
+        messages(image(large)),
+        {**responses(), "previous_response_id": "resp_1"},
+    ]
+    for body in bodies:
+        sent = json.dumps(body).encode()
+        assert len(sent) < SMALL_BYTES
+        assert not is_small(sent)
+    for words in ('an "image" of é\n', "an image_url", "x" * 999):
+        assert is_small(json.dumps(chat({"type": "text", "text": words})).encode())
 
 
 def test_the_command_takes_images(folder: Path, tmp_path: Path) -> None:

@@ -104,6 +104,83 @@ def test_turned_pictures_are_upright(orientation: int, turned: str) -> None:
     assert found.shape == ((2, 1, 3) if turned == "down" else (1, 2, 3))
 
 
+DEEP = np.full((2, 2), 256 * 7, dtype=np.uint16)
+
+
+def test_every_mode_of_pil_is_read() -> None:
+    """Sixteen bits in either order, and colours that their transparency has been taken into."""
+    for mode, raw in (("I;16", "<u2"), ("I;16L", "<u2"), ("I;16B", ">u2")):
+        deep = Image.frombytes(mode, (2, 2), DEEP.astype(raw).tobytes())
+        assert colours(OpenPicture("p", deep)) == [[[7, 7, 7]] * 2] * 2
+    for mode, plain in (("RGBa", "RGB"), ("La", "L")):
+        blended = RED_ABOVE.convert(plain).convert(plain + "A").convert(mode)
+        assert (
+            colours(OpenPicture("p", blended))
+            == np.asarray(RED_ABOVE.convert(plain).convert("RGB")).tolist()
+        )
+
+
+def local(given: Any) -> None:
+    RULES.read("messages[0].content[0]", {"type": "image", "image": given})
+
+
+def test_pictures_of_pil_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """They may be closed by their owner, and are read from their files when they are wanted."""
+    whole, cut = tmp_path / "whole.png", tmp_path / "cut.jpg"
+    whole.write_bytes(png(picture(1)))
+    cut.write_bytes(png(picture(1, (99, 99)), "JPEG")[:2000])
+    with Image.open(whole) as closed, Image.open(cut) as short:
+        closed.close()
+        for given_, reason in ((closed, "closed image"), (short, "truncated")):
+            wanted = rf"^messages\[0\]\.content\[0\]\.image='a picture of PIL': .*{reason}"
+            with pytest.raises(ConfigError, match=wanted):
+                local(given_)
+
+
+def test_faults_show_neither_addresses_of_memory_nor_what_was_sent() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode("p", b"no picture")
+    assert " at 0x" not in str(caught.value)
+    text = "no/such/" * 500
+    for given_ in (text, f"https://a.example/{text}"):
+        with pytest.raises(ConfigError) as caught:
+            local(given_)
+        assert len(str(caught.value)) < 400
+
+
+LINES = base64.encodebytes(png(picture(1, (30, 30)))).decode()
+WHOLE = LINES.replace("\n", "")
+SPELLINGS = [
+    f"data:image/png;base64,{LINES}",
+    f"data:image/png;base64,{LINES.replace(chr(10), '%0D%0A')}",
+    f"DATA:IMAGE/PNG;BASE64,{WHOLE}",
+    f" data:image/png;name=a.png; base64,{WHOLE}\n",
+    f"data:;base64,{WHOLE.rstrip('=')}",
+    f"data:image/png;base64,{WHOLE.replace('+', '-').replace('/', '_')}",
+    f"data:image/png;base64,{WHOLE.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}",
+]
+
+
+@pytest.mark.parametrize("url", SPELLINGS)
+def test_data_addresses_of_other_programs(url: str) -> None:
+    assert {"+", "/"} < set(WHOLE)
+    wanted = np.asarray(picture(1, (30, 30))).tolist()
+    for part in ({"type": "image_url", "image_url": url}, {"type": "image", "image": url}):
+        assert colours(RULES.read("p", part)) == wanted
+
+
+def test_what_the_processor_refuses_is_named() -> None:
+    one, thin = sighted("qwen2_vl"), Image.new("RGB", (3000, 1))
+    with (
+        one.llm() as llm,
+        pytest.raises(
+            ConfigError,
+            match=r"messages\[0\]\.content\[1\]\.image='a picture of 3000 x 1': .*another size",
+        ),
+    ):
+        llm.chat(ask("and", thin, "?"))
+
+
 BAD = {
     "empty": (b"", "is no picture that can be read"),
     "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no picture .*; send one of BMP"),

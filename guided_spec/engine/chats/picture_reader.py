@@ -114,7 +114,7 @@ class PictureReader:
         except Exception as error:  # processors raise nearly every class of exception
             shown = f"{image.size[0]} x {image.size[1]}"
             fix = f"the processor refused it: {error}; send another size"
-            raise ConfigError("messages", f"a picture of {shown}", fix) from error
+            raise ConfigError(one.path, f"a picture of {shown}", fix) from error
         ids = found["input_ids"][0].tolist()
         arrays = {n: torch.as_tensor(v).numpy() for n, v in found.items() if n not in _OF_TEXT}
         return Picture.of(arrays, ids.count(self.sight.placeholder)), ids

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_known_fields, require_one_of
@@ -30,20 +32,28 @@ _OF_PART = {
     "image": frozenset({"type", "image"}),
 }
 _DETAILS = ("auto", "low", "high", "original")
+_ADDRESS = re.compile(r"\s*(data:|\w+://)", re.IGNORECASE)
+_PLAIN_ALPHABET = str.maketrans("-_", "+/")
 _FIX = 'pass {"url": "data:image/png;base64,..."}'
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenPicture:
-    """A picture that can be read. source: a file's bytes, which take less than pixels, or PIL's."""
+    """A picture that can be read.
 
+    path: where it is in the messages. source: a file's bytes, which take less than pixels, or
+    PIL's.
+    """
+
+    path: str
     source: bytes | Image.Image
 
     def image(self) -> Image.Image:
-        """Upright, in RGB over white."""
-        if isinstance(self.source, bytes):
-            return _decoded("a picture", self.source)
-        return _upright("a picture", self.source)
+        """Upright, in RGB over white. Raises ConfigError for what is no picture, or too large."""
+        if not isinstance(self.source, bytes):
+            return _plain(self.path, "a picture of PIL", self.source)
+        file = io.BytesIO(self.source)
+        return _plain(self.path, f"{len(self.source)} bytes", file)
 
 
 class PictureRules(NamedTuple):
@@ -83,6 +93,7 @@ class PictureRules(NamedTuple):
         return decode(place, self._bytes_at(place, url))
 
     def _bytes_at(self, path: str, url: str) -> bytes:
+        url = url.strip()
         if url[:5].lower() == "data:":
             return data_bytes(path, url)
         if self.fetch is None:
@@ -98,11 +109,12 @@ class PictureRules(NamedTuple):
         if not self.takes_files:
             fix = 'must come as {"type": "image_url", "image_url": {"url": "data:..."}}'
             raise ConfigError(path, f"{given!r:.80}", fix)
-        image = require_pillow()
-        if isinstance(given, image.Image):
-            _require_size(path, given)
-            _upright(path, given)
-            return OpenPicture(given)
+        if isinstance(given, require_pillow().Image):
+            picture = OpenPicture(path, given)
+            picture.image()
+            return picture
+        if isinstance(given, str) and _ADDRESS.match(given):
+            return decode(path, self._bytes_at(path, given))
         if not isinstance(given, str | Path):
             shown = type(given).__name__
             raise ConfigError(path, shown, "must be a picture of PIL, or the path of a file")
@@ -110,7 +122,8 @@ class PictureRules(NamedTuple):
             with Path(given).open("rb") as file:
                 data = file.read(MOST_BYTES + 1)
         except (OSError, ValueError) as error:
-            raise ConfigError(path, str(given), f"cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error  # else it repeats the path
+            raise ConfigError(path, str(given), f"cannot be read: {reason}") from error
         return decode(path, data)
 
 
@@ -146,17 +159,21 @@ def refuse_media(path: str, kind: str) -> None:
 def data_bytes(path: str, url: str) -> bytes:
     """The bytes of a ``data:`` address in base64. Raises ConfigError."""
     head, comma, body = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    if not comma or not head.lower().replace(" ", "").endswith(";base64"):
         raise ConfigError(path, f"{head:.80}", f"must be in base64: {_FIX}")
-    return base64_bytes(path, body)
+    return base64_bytes(path, unquote(body))
 
 
 def base64_bytes(path: str, text: str) -> bytes:
-    """Raises ConfigError for what is no base64, or too long."""
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise ConfigError(path, f"{len(text)} characters", _too_many_bytes())
+    """Of either alphabet, in lines or not, padded or not: programs write all of these.
+
+    Raises ConfigError for what is no base64, or too long.
+    """
+    plain = "".join(text.split()).translate(_PLAIN_ALPHABET).rstrip("=")
+    if len(plain) > MOST_BYTES * 4 // 3 + 4:
+        raise ConfigError(path, f"{len(plain)} characters", _too_many_bytes())
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ConfigError(path, f"{text:.40}", f"must be in base64: {error}") from None
 
@@ -168,14 +185,19 @@ def decode(path: str, data: bytes) -> OpenPicture:
     """
     if len(data) > MOST_BYTES:
         raise ConfigError(path, f"{len(data)} bytes", _too_many_bytes())
-    _decoded(path, data)
-    return OpenPicture(data)
+    picture = OpenPicture(path, data)
+    picture.image()
+    return picture
 
 
-def _decoded(path: str, data: bytes) -> Image.Image:
-    image, name = require_pillow(), f"{len(data)} bytes"
+def _plain(path: str, name: str, source: Any) -> Image.Image:
+    """name: what the source is, a picture of PIL or a file."""
+    image = require_pillow()
     try:
-        with image.open(io.BytesIO(data), formats=FORMATS) as found:
+        if isinstance(source, image.Image):
+            _require_size(path, source)
+            return _upright(path, source)
+        with image.open(source, formats=FORMATS) as found:
             _require_size(path, found)
             found.seek(0)
             found.load()
@@ -185,8 +207,9 @@ def _decoded(path: str, data: bytes) -> Image.Image:
     except (image.DecompressionBombError, image.DecompressionBombWarning):
         raise ConfigError(path, name, _too_many_pixels()) from None
     except Exception as error:  # decoders raise nearly every class of exception
-        kinds = ", ".join(FORMATS)
-        fix = f"is no picture that can be read ({error}); send one of {kinds}"
+        # What is of no known format is told by the address of an object in memory.
+        reason = "" if isinstance(error, image.UnidentifiedImageError) else f" ({error})"
+        fix = f"is no picture that can be read{reason}; send one of {', '.join(FORMATS)}"
         raise ConfigError(path, name, fix) from None
 
 
@@ -206,14 +229,17 @@ def _upright(path: str, given: Any) -> Image.Image:
     image = require_pillow()
     turned = ImageOps.exif_transpose(given)
     if turned.mode.startswith("I;16"):  # else what is brighter than 255 is white
-        turned = turned.point(lambda value: value / 256).convert("L")
+        turned = turned.convert("I").point(lambda value: value / 256).convert("L")
+    elif turned.mode == "La":
+        turned = turned.convert("LA")
     elif turned.mode in ("I", "F"):
         fix = "has numbers of no known range for colours; save it with 8 bits"
         raise ConfigError(path, f"mode {turned.mode}", fix)
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")
-        white = image.new("RGBA", turned.size, "white")
-        turned = image.alpha_composite(white, turned)
+        white: Image.Image = image.new("RGB", turned.size, "white")
+        white.paste(turned, mask=turned)
+        return white
     plain: Image.Image = turned.convert("RGB")
     return plain
 

@@ -44,16 +44,22 @@ class PicturePlaces:
             raise ModelError(f"model_type={kind!r}: pictures need texts over slots, it has none")
         return cls(split.pictures, PromptAxes(split.tower, target.keep_axes()))
 
-    def place(self, request: Request) -> bool:
-        """Whether it has rows for all its pictures; False where it must wait for others' end.
+    @property
+    def num_read(self) -> int:
+        """Pictures that the vision tower has read."""
+        return 0 if self.rows is None else self.rows.num_read
 
-        Raises what the vision tower raises.
+    def place(self, request: Request, most: int | None = None) -> bool:
+        """Whether it has rows for all its pictures; False where it has to be asked for again.
+
+        Then others have to end before, or more than ``most`` are to be read. Raises what the vision
+        tower raises.
         """
         prompt = request.job.pictures
         if prompt is None or request.has_pictures_placed:
             return True
         assert self.rows is not None, "no prompt has pictures that the model cannot read"
-        ids = self.rows.take(prompt.pictures)
+        ids = self.rows.take(prompt.pictures, most)
         if ids is None:
             return False
         self._holders[request] = None

@@ -39,8 +39,9 @@ class PictureRows:
     def __init__(self, embedding: PictureEmbedding, vision: ReadsPictures) -> None:
         self._embedding, self._vision = embedding, vision
         self._free = list(range(embedding.num_rows))[::-1]
-        # The unused ones in the order of their use. No LRUCache: those in use may not go.
-        self._held: OrderedDict[Picture, _Held] = OrderedDict()
+        # By content, for the arrays of a picture are not needed any more. The unused ones are in
+        # the order of their use. No LRUCache: those in use may not go.
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self.num_read = 0  # pictures that the tower has read
 
     @property
@@ -48,49 +49,43 @@ class PictureRows:
         """Rows of the table."""
         return self._embedding.num_rows
 
-    def take(self, pictures: Sequence[Picture]) -> list[list[int]] | None:
+    def take(self, pictures: Sequence[Picture], most: int | None = None) -> list[list[int]] | None:
         """The token ids of each picture's rows, for a text that then calls ``release``.
 
-        None where other texts hold too many of them. Raises what the vision tower raises.
+        most: pictures to read now; None is all of them. None where other texts hold too many rows,
+        or where more are left to be read at the next call. Raises what the vision tower raises.
         """
-        asked = dict.fromkeys(pictures)
-        missing = [one for one in asked if one not in self._held]
+        asked = {one.content: one for one in pictures}
+        missing = [one for content, one in asked.items() if content not in self._held]
         kept = sum(
             len(held.rows)
-            for one, held in self._held.items()
-            if not held.users and one not in asked
+            for content, held in self._held.items()
+            if not held.users and content not in asked
         )
         if sum(one.count for one in missing) > len(self._free) + kept:
             return None
-        known = [one for one in asked if one in self._held]
-        for one in known:
-            self._use(one)
-        try:
-            for one in missing:
-                self._read(one)
-                self._use(one)
-                known.append(one)
-        except BaseException:
-            self.release(known)
-            raise
+        for content in asked.keys() & self._held.keys():
+            self._held.move_to_end(content)  # so that none of them makes room for another
+        for one in missing[:most]:
+            self._read(one)
+        if most is not None and len(missing) > most:
+            return None
+        for content in asked:
+            self._held[content].users += 1
         first = self._embedding.num_tokens
-        return [[first + row for row in self._held[one].rows] for one in pictures]
+        return [[first + row for row in self._held[one.content].rows] for one in pictures]
 
     def release(self, pictures: Sequence[Picture]) -> None:
         """A text that took these has ended."""
-        for one in dict.fromkeys(pictures):
-            self._held[one].users -= 1
-
-    def _use(self, picture: Picture) -> None:
-        self._held[picture].users += 1
-        self._held.move_to_end(picture)
+        for content in {one.content for one in pictures}:
+            self._held[content].users -= 1
 
     def _read(self, picture: Picture) -> None:
         features = self._vision.features(picture)
         while len(self._free) < picture.count:
-            oldest = next(one for one, held in self._held.items() if not held.users)
+            oldest = next(key for key, held in self._held.items() if not held.users)
             self._free += self._held.pop(oldest).rows
         rows = [self._free.pop() for _ in range(picture.count)]
         self._embedding.write(rows, features)
-        self._held[picture] = _Held(rows)
+        self._held[picture.content] = _Held(rows)
         self.num_read += 1
