@@ -62,7 +62,8 @@ def test_a_ragged_speculative_batch_gives_what_generate_gives(
 def test_half_precision_runs_in_the_same_form(name: str, dtype: torch.dtype) -> None:
     """The trial tells rounding from a form that is wrong for a few kinds of forwards only."""
     forms = []
-    for model in (build(name), copy.deepcopy(build(name)).to(dtype)):
+    half: Any = copy.deepcopy(build(name))
+    for model in (build(name), half.to(dtype)):
         for num_slots in (1, 3):
             lm = make_causal_lm(model, num_slots=num_slots, max_length=90)
             forms.append((lm.runs_as, lm.feeding if isinstance(lm, TextLM) else None))

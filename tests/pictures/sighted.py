@@ -172,6 +172,7 @@ def _processor(family: str) -> Any:
     )
     template = {"chat_template": tokenizer.chat_template}
     size = {"height": 16, "width": 16}
+    images: Any
     if family in ("idefics3", "smolvlm"):  # the second one's own needs num2words and torchvision
         images = transformers.Idefics3ImageProcessorPil(
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}

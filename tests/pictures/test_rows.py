@@ -293,8 +293,9 @@ def test_the_model_stays_as_it_was(tied: bool, tmp_path: Path) -> None:  # noqa:
     after = one.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    own = split.language.get_output_embeddings().weight  # type: ignore[union-attr]
-    table = split.language.get_input_embeddings().weight  # type: ignore[union-attr]
+    language: Any = split.language
+    own = language.get_output_embeddings().weight
+    table = language.get_input_embeddings().weight
     assert (own.data_ptr() == table.data_ptr()) == tied
     assert len(table) == len(own) + 64
     one.model.save_pretrained(tmp_path)
