@@ -116,11 +116,13 @@ def parts(message: Any) -> list[Any]:
 
 
 @cache
-def sighted(family: str, seed: int = 0) -> Sighted:
+def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     """Shared, so not to be changed."""
     processor = _processor(family)
     torch.manual_seed(seed)
     config = _config(family, len(processor.tokenizer) + 9, processor)
+    if head_dim is not None:
+        config.text_config.head_dim = head_dim
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
     for name, one in model.named_parameters():
