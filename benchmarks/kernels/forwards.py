@@ -63,25 +63,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # One dense layer of three, so that few layers have most of them experts; take 4.
     "deepseek-v3": ("DeepseekV3Config", {"first_k_dense_replace": 1}),
-    "granite-3.3-8b": (
-        "GraniteConfig",
-        {
-            **{"hidden_size": 4096, "intermediate_size": 12800, "num_attention_heads": 32},
-            **{"num_key_value_heads": 8, "vocab_size": 49159, "embedding_multiplier": 12.0},
-            **{"attention_multiplier": 0.0078125, "residual_multiplier": 0.22},
-            **{"logits_scaling": 16.0, "max_position_embeddings": 131072},
-        },
-    ),
     "olmo-3-7b": ("Olmo3Config", {"vocab_size": 100278, "max_position_embeddings": 65536}),
     "phi-4": (
         "Phi3Config",
         {
             **{"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40},
             **{"num_key_value_heads": 10, "vocab_size": 100352, "max_position_embeddings": 16384},
+            "pad_token_id": None,
         },
     ),
     "glm-4.5-air": ("Glm4MoeConfig", {"max_position_embeddings": 131072}),
-    "gemma-4": ("Gemma4TextConfig", {}),
     "llama-4-scout": ("Llama4TextConfig", {}),
     # Their classes have the sizes of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
     "qwen3.5-9b": ("Qwen3_5TextConfig", {}),

@@ -74,6 +74,8 @@ def test_lookahead_is_what_re_reads(looks: str, rest: str, end: str) -> None:
     if written is None:
         return
     for text in TEXTS:
+        if not text and r"\B" in pattern:  # before Python 3.14 the empty text has no \B
+            continue
         is_written = re.search(written, text) is not None
         is_found = re.search(pattern, text) is not None
         assert is_found or not is_written, text

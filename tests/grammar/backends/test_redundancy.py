@@ -22,7 +22,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES
 
 BACKEND = XGrammarBackend(BYTES)
-LONGEST, DEEPEST = 6, 8
+LONGEST, DEEPEST = 8, 8
 
 ITSELF = "begins and ends with the rule itself"
 AGAIN = "repeats a repetition"

@@ -103,7 +103,7 @@ class _Layer(nn.Module):
         is_sliding = config.layer_types[index] == "sliding_attention"
         self.sight = Sight(
             is_causal=is_sliding if layout.is_causal is None else layout.is_causal,
-            window=Window(config.sliding_window) if is_sliding else None,
+            window=Window(config.sliding_window) if is_sliding and config.sliding_window else None,
         )
         self.attention_conv: _Conv | None = None
         self.mlp_conv: _Conv | None = None
