@@ -51,7 +51,7 @@ def report_failures(found: Iterable[Measurement]) -> None:
     failed = [one for one in found if one.failed]
     for one in failed:
         counts = f"{one.failed} of {one.requests} requests failed"
-        stderr().print(f"{one.name}: {counts}: {said(one.error)}", markup=False)
+        stderr().print(f"{one.name}: {counts}: {said(one.error)}")
     if failed:
         raise typer.Exit(1)
 

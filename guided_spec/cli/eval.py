@@ -104,7 +104,7 @@ def _default_proposers(llm: LLM, draft: str | None) -> list[str]:
         with _opened(llm, UNTRAINED, draft) as opened:
             opened.close()
     except GuidedSpecError as error:  # better reported now than after the other measurements
-        stderr().print(f"the untrained draft is not measured: {told(error)}", markup=False)
+        stderr().print(f"the untrained draft is not measured: {told(error)}")
         return ["none", "ngram", "auto"]
     return ["none", "ngram", UNTRAINED, "auto"]
 
