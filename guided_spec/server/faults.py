@@ -131,8 +131,9 @@ def named_as_sent(
 ) -> Iterator[None]:
     """Errors of an argument, or of a part of one, name what the client sent for it.
 
-    names: of arguments, with those that the client knows. flat: the place of a tool or choice
-    where the client wrote it, from its place in a chat. Raises ApiError.
+    names: of arguments, with those that the client knows; what is among these was sent so. flat:
+    the place of a tool or choice where the client wrote it, from its place in a chat. Raises
+    ApiError.
     """
     try:
         yield
@@ -154,7 +155,7 @@ def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
     path = fault.param or ""
     first = re.split(r"[.\[]", path)[0]
     name, rest = names.get(first), path[len(first) :]
-    if name is not None:
+    if name is not None and path not in names.values():
         if rest.startswith("."):  # the parts of an item that the client did not send so
             name, rest = name + rest, ""
         fault.message = re.sub(f"^{re.escape(path)}[^=: ]*", name, fault.message)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from guided_spec.engine.chats import pictures
-from guided_spec.engine.chats.pictures import OpenPicture, PictureRules, decode
+from guided_spec.engine.chats.pictures import OpenPicture, PictureRules
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.types import SamplingParams
@@ -41,7 +41,7 @@ def colours(found: OpenPicture) -> Any:
 
 
 def read(image: Image.Image, form: str = "PNG", **options: Any) -> Any:
-    return colours(decode("p", png(image, form, **options)))
+    return colours(OpenPicture.of("p", png(image, form, **options)))
 
 
 def test_every_source_is_the_same_picture(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_every_mode_of_pil_is_read() -> None:
 
 
 def local(given: Any) -> None:
-    RULES.read("messages[0].content[0]", {"type": "image", "image": given})
+    RULES.read("messages[0].content[0]", {"type": "image", "image": given}).image()
 
 
 def test_pictures_of_pil_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_pictures_of_pil_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_faults_show_neither_addresses_of_memory_nor_what_was_sent() -> None:
     with pytest.raises(ConfigError) as caught:
-        decode("p", b"no picture")
+        OpenPicture.of("p", b"no picture")
     assert " at 0x" not in str(caught.value)
     text = "no/such/" * 500
     for given_ in (text, f"https://a.example/{text}"):
@@ -198,7 +198,7 @@ def test_what_is_no_picture_is_refused(case: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^messages\[0\]\.content\[0\]\.image_url\.url=.*{reason}"
     ):
-        RULES.read("messages[0].content[0]", url_part(data))
+        RULES.read("messages[0].content[0]", url_part(data)).image()
 
 
 @given(st.binary(max_size=400), st.integers(0, 500), st.integers(0, 255))
@@ -207,7 +207,7 @@ def test_damaged_files_are_read_or_refused(rest: bytes, at: int, value: int) -> 
     data[at % len(data)] = value
     for one in (bytes(data), bytes(data) + rest, rest, bytes(data[: at % len(data)])):
         with suppress(ConfigError):
-            assert decode("p", one).image().mode == "RGB"
+            assert OpenPicture.of("p", one).image().mode == "RGB"
 
 
 PARTS: list[tuple[dict[str, Any], str]] = [

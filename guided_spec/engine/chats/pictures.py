@@ -6,7 +6,8 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,12 +49,47 @@ class OpenPicture:
     path: str
     source: bytes | Image.Image
 
+    @classmethod
+    def of(cls, path: str, source: bytes | Image.Image) -> OpenPicture:
+        """One whose format and size are looked at, and no pixel. Raises ConfigError."""
+        if isinstance(source, bytes) and len(source) > MOST_BYTES:
+            raise ConfigError(path, f"{len(source)} bytes", _too_many_bytes())
+        picture = cls(path, source)
+        with picture._opened():
+            return picture
+
     def image(self) -> Image.Image:
-        """Upright, in RGB over white. Raises ConfigError for what is no picture, or too large."""
-        if not isinstance(self.source, bytes):
-            return _plain(self.path, "a picture of PIL", self.source)
-        file = io.BytesIO(self.source)
-        return _plain(self.path, f"{len(self.source)} bytes", file)
+        """Its first frame, upright, in RGB over white.
+
+        Raises ConfigError for what is no picture, is cut off, or is larger than the limits.
+        """
+        with self._opened() as found:
+            if found is not self.source:
+                found.seek(0)
+                found.load()
+            return _upright(self.path, found)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
+        """As far as its header; what is raised inside names its place in the messages."""
+        image, name = require_pillow(), "a picture of PIL"
+        try:
+            with ExitStack() as stack:
+                found = self.source
+                if isinstance(found, bytes):
+                    name = f"{len(found)} bytes"
+                    found = stack.enter_context(image.open(io.BytesIO(found), formats=FORMATS))
+                _require_size(self.path, found)
+                yield found
+        except ConfigError:
+            raise
+        except (image.DecompressionBombError, image.DecompressionBombWarning):
+            raise ConfigError(self.path, name, _too_many_pixels()) from None
+        except Exception as error:  # decoders raise nearly every class of exception
+            # What is of no known format is told by the address of an object in memory.
+            reason = "" if isinstance(error, image.UnidentifiedImageError) else f" ({error})"
+            fix = f"is no picture that can be read{reason}; send one of {', '.join(FORMATS)}"
+            raise ConfigError(self.path, name, fix) from None
 
 
 class PictureRules(NamedTuple):
@@ -90,7 +126,7 @@ class PictureRules(NamedTuple):
         _require_detail(f"{path}.detail", part.get("detail"))
         if not isinstance(url, str):
             raise ConfigError(place, url, f"must be the address of a picture: {_FIX}")
-        return decode(place, self._bytes_at(place, url))
+        return OpenPicture.of(place, self._bytes_at(place, url))
 
     def _bytes_at(self, path: str, url: str) -> bytes:
         url = url.strip()
@@ -110,11 +146,9 @@ class PictureRules(NamedTuple):
             fix = 'must come as {"type": "image_url", "image_url": {"url": "data:..."}}'
             raise ConfigError(path, f"{given!r:.80}", fix)
         if isinstance(given, require_pillow().Image):
-            picture = OpenPicture(path, given)
-            picture.image()
-            return picture
+            return OpenPicture.of(path, given)
         if isinstance(given, str) and _ADDRESS.match(given):
-            return decode(path, self._bytes_at(path, given))
+            return OpenPicture.of(path, self._bytes_at(path, given))
         if not isinstance(given, str | Path):
             shown = type(given).__name__
             raise ConfigError(path, shown, "must be a picture of PIL, or the path of a file")
@@ -124,7 +158,7 @@ class PictureRules(NamedTuple):
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error  # else it repeats the path
             raise ConfigError(path, str(given), f"cannot be read: {reason}") from error
-        return decode(path, data)
+        return OpenPicture.of(path, data)
 
 
 TEXT_ALONE = PictureRules()
@@ -176,41 +210,6 @@ def base64_bytes(path: str, text: str) -> bytes:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ConfigError(path, f"{text:.40}", f"must be in base64: {error}") from None
-
-
-def decode(path: str, data: bytes) -> OpenPicture:
-    """The first frame of a file, upright, in RGB over white.
-
-    Raises ConfigError for what is no picture, is cut off, or is larger than the limits.
-    """
-    if len(data) > MOST_BYTES:
-        raise ConfigError(path, f"{len(data)} bytes", _too_many_bytes())
-    picture = OpenPicture(path, data)
-    picture.image()
-    return picture
-
-
-def _plain(path: str, name: str, source: Any) -> Image.Image:
-    """name: what the source is, a picture of PIL or a file."""
-    image = require_pillow()
-    try:
-        if isinstance(source, image.Image):
-            _require_size(path, source)
-            return _upright(path, source)
-        with image.open(source, formats=FORMATS) as found:
-            _require_size(path, found)
-            found.seek(0)
-            found.load()
-            return _upright(path, found)
-    except ConfigError:
-        raise
-    except (image.DecompressionBombError, image.DecompressionBombWarning):
-        raise ConfigError(path, name, _too_many_pixels()) from None
-    except Exception as error:  # decoders raise nearly every class of exception
-        # What is of no known format is told by the address of an object in memory.
-        reason = "" if isinstance(error, image.UnidentifiedImageError) else f" ({error})"
-        fix = f"is no picture that can be read{reason}; send one of {', '.join(FORMATS)}"
-        raise ConfigError(path, name, fix) from None
 
 
 def require_pillow() -> Any:

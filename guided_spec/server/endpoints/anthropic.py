@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatRequest, ChatStream
+from guided_spec.engine.chats.messages import pictures_of
 from guided_spec.server.endpoints.anthropic_bodies import (
     CALL,
     CountBody,
@@ -31,6 +32,12 @@ _PARAMS = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
 }
+
+
+def _named(messages: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """messages: of the chat. Their pictures, which are read later, have the client's places."""
+    places = {one.path: one.path for one in pictures_of(messages)}
+    return named_as_sent({**_PARAMS, **places}, _flat)
 
 
 def _flat(path: str) -> str:
@@ -110,7 +117,7 @@ async def count_tokens(service: Service, body: CountBody) -> TokenCount:
     chat = await service.workers.run(
         lambda: counted_chat(body, service.template, service.picture_rules)
     )
-    with named_as_sent(_PARAMS, _flat):
+    with _named(chat["messages"]):
         run = ChatRun(service, chat_of(chat))
         return TokenCount(input_tokens=await run.count_tokens())
 
@@ -121,7 +128,9 @@ class MessagesHandler:
     def __init__(self, service: Service, body: MessagesBody) -> None:
         self._service = service
         self._stops = body.stop_sequences or []
-        self._run = ChatRun(service, as_chat(body, service.template, service.picture_rules))
+        chat = as_chat(body, service.template, service.picture_rules)
+        self._messages = chat.messages
+        self._run = ChatRun(service, chat)
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> MessageBody:
@@ -152,7 +161,7 @@ class MessagesHandler:
         yield _sent(MessageEvent(type="message_stop"))
 
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Any], None]:
-        with named_as_sent(_PARAMS, _flat):
+        with _named(self._messages):
             async with aclosing(self._run.requests()) as chunks:
                 async for one in chunks:
                     yield one

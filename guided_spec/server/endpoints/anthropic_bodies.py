@@ -10,9 +10,9 @@ from pydantic import Field
 
 from guided_spec.engine.chats.pictures import (
     TEXT_ALONE,
+    OpenPicture,
     PictureRules,
     base64_bytes,
-    decode,
     require_few,
 )
 from guided_spec.engine.chats.template import template_reads
@@ -283,7 +283,7 @@ def _part(kind: str, block: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(source.get("data"), str):
         raise _fault(f"{place}.data", "must be a str in base64")
     data = base64_bytes(f"{place}.data", source["data"])
-    return {"type": "image", "image": decode(f"{place}.data", data)}
+    return {"type": "image", "image": OpenPicture.of(f"{place}.data", data)}
 
 
 def _assistant(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
