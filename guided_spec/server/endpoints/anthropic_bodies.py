@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from guided_spec.engine.chats.messages import plain_text, read_content
 from guided_spec.engine.chats.pictures import (
     TEXT_ALONE,
     OpenPicture,
@@ -261,14 +262,9 @@ def _user(blocks: _Blocks, path: str, pictures: PictureRules) -> list[dict[str, 
             messages.append({"role": "tool", "tool_call_id": call, "content": parts})
         else:
             raise _fault(place, f"{kind!r} is the assistant's")
-    found = [{**one, "content": _joined(one["content"])} for one in messages]
-    return found or [{"role": "user", "content": ""}]
-
-
-def _joined(parts: list[dict[str, Any]]) -> Any:
-    """Text in one piece where there are no pictures."""
-    has_pictures = any(part["type"] == "image" for part in parts)
-    return parts if has_pictures else "".join(part["text"] for part in parts)
+    for one in messages:
+        one["content"] = read_content(one["content"], path, pictures)
+    return messages or [{"role": "user", "content": ""}]
 
 
 def _part(kind: str, block: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -309,7 +305,7 @@ def _assistant(blocks: _Blocks, path: str) -> list[dict[str, Any]]:
 
 def _text(content: Any, path: str) -> str:
     """Text in one piece, or in blocks."""
-    return "".join(part["text"] for part in _parts(content, path, TEXT_ALONE))
+    return plain_text(_parts(content, path, TEXT_ALONE), path)
 
 
 def _parts(content: Any, path: str, pictures: PictureRules) -> list[dict[str, Any]]:
