@@ -60,7 +60,7 @@ _ELSEWHERE = {
 
 _MOST = 3  # names that are suggested: what is like more of them is like none
 _LONG = 4  # letters, from which a name may be the beginning of a word in another
-_SHORT = 5  # letters, below which another letter is another word: "text" and "test"
+SHORT = 5  # letters, below which another letter is another word: "text" and "test"
 _ADDED, _OTHER = 2, 3  # of a letter too many, too few or swapped with the next; of a replaced one
 _TWICE = 9  # letters, from which two slips leave a name what it was
 
@@ -111,7 +111,7 @@ def slips_of(name: str, known: str) -> int | None:
             if least < 2 or abs(len(a) - len(b)) > 2 or len({*a} ^ {*b}) > 4:
                 return None
             total += (slips := _slips(a, b))
-            if slips > (_ADDED if least < _SHORT else _OTHER * (1 + (least >= _TWICE))):
+            if slips > (_ADDED if least < SHORT else _OTHER * (1 + (least >= _TWICE))):
                 return None
     return total
 

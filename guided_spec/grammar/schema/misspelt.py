@@ -10,7 +10,7 @@ from typing import Any
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.dialect import subschemas
 from guided_spec.grammar.schema.lowered import Unenforced, escape
-from guided_spec.kinds import slips_of
+from guided_spec.kinds import SHORT, slips_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _OTHERS = (
 )
 _KNOWN = frozenset({*_CONSTRAINTS, *_OTHERS})
 _SPELLED = {known.lower().removeprefix("$"): known for known in reversed(_CONSTRAINTS)}
-_LONG = 5  # letters: of short ones "note" would be as much like "not"
 _MOST_SCHEMAS, _MOST_UNKNOWN = 4_096, 1_024  # of one document that are looked at
 
 
@@ -71,7 +70,8 @@ def _meant(given: str) -> str | None:
     plain = "".join(letter for letter in given if letter not in "$-_")
     near = {known: far for known in _SPELLED if (far := slips_of(plain, known)) is not None}
     for known in sorted(near, key=near.__getitem__):
-        if len(known) >= _LONG or len(plain) <= len(known) or plain == known + "s":
+        # "note" is no "not", but another word.
+        if len(known) >= SHORT or len(plain) <= len(known) or plain == known + "s":
             return _SPELLED[known]
     return None
 
