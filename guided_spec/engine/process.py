@@ -2,15 +2,18 @@
 
 An interpreter runs one thread at a time: in the server's process the engine would wait while the
 server works for its clients. Messages go through a pipe, with a thread at each end; those that
-arrive together are sent together.
+arrive together are sent together. Arrays of pictures, up to hundreds of megabytes, are not copied
+into messages: the thread sends them from where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 import logging
+import pickle
 import queue
 import signal
 import subprocess
@@ -20,12 +23,14 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
+from weakref import WeakValueDictionary
 
 from guided_spec.bundled import named_model
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
@@ -50,7 +55,7 @@ from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
-from guided_spec.models.pictures.picture import Sight
+from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
 
@@ -62,6 +67,7 @@ _TURN_SECONDS = 0.001
 _FEW = 64  # requests of which the ended ones may stay a while
 _LOAD_SECONDS = 0.1  # between two looks at how busy the engine is
 _LOGGER = "guided_spec"
+_PIECE = 2**20  # bytes that are sent at once: what receives them holds up its interpreter
 
 
 class _Start(NamedTuple):
@@ -100,6 +106,13 @@ class _Asked(NamedTuple):
     params: list[SamplingParams]
     manner: Manner
     words: list[Words | None]
+
+
+class _Head(NamedTuple):
+    """A message, behind which its arrays come. sizes: of each, in bytes."""
+
+    message: bytes
+    sizes: list[int]
 
 
 class _Cancelled(NamedTuple):
@@ -222,18 +235,38 @@ class _Outbox:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[bytes | memoryview]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="guided-spec-outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        """Raises what pickling it raises."""
-        self._queue.put(ForkingPickler.dumps(message))
+        """Raises what pickling it raises. Its arrays may not change until they are sent."""
+        file, found = io.BytesIO(), list[pickle.PickleBuffer]()
+        ForkingPickler(file, 5, True, found.append).dump(message)  # noqa: FBT003
+        sent, arrays = file.getvalue(), [one.raw() for one in found]
+        if arrays:
+            sent = pickle.dumps(_Head(sent, [one.nbytes for one in arrays]))
+        pieces = [one[at : at + _PIECE] for one in arrays for at in range(0, len(one), _PIECE)]
+        self._queue.put([sent, *pieces])
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # there is nobody any more, as the reader finds too
             while True:
-                self._connection.send_bytes(self._queue.get())
+                for piece in self._queue.get():
+                    self._connection.send_bytes(piece)
+
+
+def _receive(connection: Connection) -> Any:
+    """What an outbox has sent."""
+    message = connection.recv()
+    if not isinstance(message, _Head):
+        return message
+    arrays = [bytearray(size) for size in message.sizes]
+    for array in arrays:
+        at = 0
+        while at < len(array):
+            at += connection.recv_bytes_into(array, at)
+    return pickle.loads(message.message, buffers=arrays)  # noqa: S301  # of our own parent
 
 
 class _Submission:
@@ -386,7 +419,7 @@ def serve() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:
-        start = connection.recv()
+        start = _receive(connection)
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)
@@ -433,8 +466,9 @@ def _serve(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -
     is_over, samples, most = threading.Event(), dict[int, list[Request | None]](), _FEW
     reporter = threading.Thread(target=_report_load, args=(llm, outgoing, is_over), daemon=True)
     reporter.start()
+    known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
     try:
-        while (message := connection.recv()) is not None:
+        while (message := _receive(connection)) is not None:
             if isinstance(message, _Cancelled):
                 for sample in samples.get(message.number, ()):
                     if sample is not None:
@@ -447,14 +481,23 @@ def _serve(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -
                 most = 2 * len(samples) + _FEW
             report = partial(_report, outgoing, message.number)
             try:
-                _, prompts, params, manner, words = message
-                asked = llm.submit(prompts, params, report, manner, words)
-                samples[message.number] = asked
+                prompts = [_shared(one, known) for one in message.prompts]
+                given = (message.params, report, message.manner, message.words)
+                samples[message.number] = llm.submit(prompts, *given)
             except GuidedSpecError as error:
                 outgoing.put(_Failed(message.number, error))
+            del message, prompts  # their arrays are large
     finally:
         is_over.set()
         reporter.join()
+
+
+def _shared(prompt: Prompt, known: WeakValueDictionary[bytes, Picture]) -> Prompt:
+    """Pictures that another request has, as those of one are that has many samples, are its."""
+    if not isinstance(prompt, PicturePrompt):
+        return prompt
+    pictures = tuple(known.setdefault(one.content, one) for one in prompt.pictures)
+    return replace(prompt, pictures=pictures)
 
 
 def _runs(sample: Request | None) -> bool:

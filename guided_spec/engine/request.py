@@ -311,6 +311,7 @@ class Request:
         """From here on its prompt is read with these. ids: of the rows of each of its pictures."""
         assert self.job.pictures is not None
         self.fed = TextAfter(self.job.pictures.placed(ids), self.text.tokens)
+        self.job = self.job._replace(pictures=self.job.pictures.read())
         self.has_pictures_placed = True
 
     def num_before_marker(self, token_ids: Sequence[int]) -> int:

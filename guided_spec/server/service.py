@@ -23,6 +23,7 @@ from guided_spec.server.admission import Admission, Sample, Slots
 from guided_spec.server.faults import ApiError, api_error, invalid_value, require_model
 from guided_spec.server.limits import ServerLimits
 from guided_spec.server.metrics import Metrics, Tally
+from guided_spec.server.picture_room import PictureRoom
 from guided_spec.server.spans import current_span
 from guided_spec.server.stored import ResponseStore
 from guided_spec.server.workers import Workers
@@ -152,7 +153,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(self._load)
         self.admission = Admission(llm.load.num_slots, settings.max_queue)
-        self.workers = Workers()
+        self.workers, self.room = Workers(), PictureRoom()
         self.responses = ResponseStore(
             settings.store_responses, settings.store_seconds, settings.store_bytes
         )

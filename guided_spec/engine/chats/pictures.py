@@ -169,9 +169,14 @@ def require_few(name: str, messages: Sequence[Any]) -> None:
 
     name: of the messages. They may be of any interface, and nothing else of them is looked at.
     """
-    count = _count(messages, 4)  # a message, a result of a tool, and their contents
+    count = num_pictures(messages)
     if count > MOST_PICTURES:
         raise ConfigError(name, f"{count} pictures", f"at most {MOST_PICTURES} are read")
+
+
+def num_pictures(messages: Sequence[Any]) -> int:
+    """Of a conversation in any interface, whether they can be read or not."""
+    return _count(messages, 4)  # a message, a result of a tool, and their contents
 
 
 def _count(part: Any, depth: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple, overload
 
@@ -26,27 +26,27 @@ class Sight(NamedTuple):
     num_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Picture:
     """What a processor made of one picture; equal to every picture of the same content.
 
     content: a digest of ``inputs``. count: tokens that it takes. inputs: arrays by the names of the
-    vision tower's arguments.
+    vision tower's arguments, in one piece each; none where the picture has been read.
     """
 
     content: bytes
     count: int = field(compare=False)
-    inputs: Mapping[str, NDArray[Any]] = field(compare=False, repr=False)
+    inputs: dict[str, NDArray[Any]] = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, inputs: Mapping[str, NDArray[Any]], count: int) -> Picture:
         """The picture of a processor's arrays."""
         found = hashlib.blake2b(digest_size=16)
-        for name in sorted(inputs):
-            array = np.ascontiguousarray(inputs[name])
+        arrays = {name: np.asarray(inputs[name], order="C") for name in sorted(inputs)}
+        for name, array in arrays.items():
             found.update(f"{name} {array.dtype} {array.shape} ".encode())
             found.update(array.data if array.size else b"")
-        return cls(found.digest(), count, dict(inputs))
+        return cls(found.digest(), count, arrays)
 
     def names(self) -> Iterator[int]:
         """A number for each of its tokens that no other picture's token has, and no word's."""
@@ -67,6 +67,21 @@ class PicturePrompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its pictures' arrays."""
+        arrays = [array for one in {*self.pictures} for array in one.inputs.values()]
+        return sum(array.nbytes for array in arrays)
+
+    def read(self) -> PicturePrompt:
+        """The same without the arrays, which whoever has read them does not need any more."""
+        return replace(self, pictures=tuple(replace(one, inputs={}) for one in self.pictures))
+
+    def forget(self) -> None:
+        """Let the arrays go, for all that hold this prompt: it cannot be read again."""
+        for one in self.pictures:
+            one.inputs.clear()
 
     def named(self) -> list[int]:
         """The tokens, with names of their content where pictures are: equal for equal prompts."""

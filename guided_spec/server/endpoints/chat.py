@@ -54,16 +54,18 @@ from guided_spec.server.endpoints.sampling import (
 )
 from guided_spec.server.faults import ApiError, api_error, named_as_sent
 from guided_spec.server.metrics import Tally
+from guided_spec.server.picture_room import HeldPictures
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 
 
 class _Prompt(NamedTuple):
-    """A request, its tokens, and the argument that errors of its grammar are about."""
+    """A request, its tokens and pictures, and the argument that errors of its grammar are about."""
 
     request: ChatRequest
     token_ids: list[int]
+    held: HeldPictures
     param: str | None
 
 
@@ -91,12 +93,14 @@ class ChatRun:
     async def count_tokens(self) -> int:
         """The tokens of the prompt, which nothing is generated for. Raises ApiError."""
         with self._service.admission.hold(1):
-            return len((await self._prompt()).token_ids)
+            prompt = await self._prompt()
+            prompt.held.release()
+            return len(prompt.token_ids)
 
     async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
         service = self._service
         with service.admission.enter(self.num_samples):
-            request, token_ids, param = await self._prompt()
+            request, token_ids, held, param = await self._prompt()
             self._tally.count_prompts([token_ids])
             is_traced = self._body.trace is not None
             args = ([request.prompt], request.params, param, self._tally)
@@ -104,10 +108,13 @@ class ChatRun:
             try:
                 async with aclosing(stream) as chunks:
                     async for chunk in chunks:
+                        held.see(chunk)
                         yield request, chunk
             except ApiError as fault:
                 fault.param = _place(fault.owner, self._body.tools or []) or fault.param
                 raise
+            finally:
+                held.release()
 
     async def _prompt(self) -> _Prompt:
         service, body, max_bytes = (
@@ -116,14 +123,16 @@ class ChatRun:
             self._service.settings.max_schema_bytes,
         )
         asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
-        try:
-            request = await service.workers.run(lambda: self._prepare(asked.spec))
-        except PromptError as error:
-            raise api_error(error, "messages") from error
-        (token_ids,) = await service.encode([request.prompt], "messages")
+        async with service.room.turn(body.messages):
+            try:
+                request = await service.workers.run(lambda: self._prepare(asked.spec))
+            except PromptError as error:
+                raise api_error(error, "messages") from error
+            (token_ids,) = await service.encode([request.prompt], "messages")
+            held = HeldPictures(service.room, request.pictures, self.num_samples)
         # Of both the message names the one that is at fault.
         named = {asked.param, "tools" if body.tools else None} - {None}
-        return _Prompt(request, token_ids, named.pop() if len(named) == 1 else None)
+        return _Prompt(request, token_ids, held, named.pop() if len(named) == 1 else None)
 
     @property
     def usage(self) -> Usage:

@@ -19,13 +19,15 @@ from guided_spec.server.service import Service
 async def tokenized(service: Service, body: TokenizeBody) -> Response:
     """The response to one request. Raises ApiError."""
     service.require_model(body.model)
-    prompt: Any = body.prompt
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt: pass prompt or messages, one of them", "prompt")
-    if body.messages is not None:
-        prompt = await service.workers.run(lambda: _chat_prompt(service, body))
     param = "prompt" if body.messages is None else "messages"
-    (token_ids,) = await service.encode([prompt], param)
+    async with service.room.turn(body.messages or ()):
+        prompt: Any = body.prompt
+        if body.messages is not None:
+            prompt = await service.workers.run(lambda: _chat_prompt(service, body))
+        (token_ids,) = await service.encode([prompt], param)
+        del prompt  # it may have large arrays
     return await service.workers.run(lambda: _reply(service, body, token_ids))
 
 
