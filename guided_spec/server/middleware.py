@@ -15,7 +15,7 @@ from guided_spec.server.faults import ApiError
 from guided_spec.server.metrics import Metrics
 from guided_spec.server.service import ServerSettings
 from guided_spec.server.spans import open_span
-from guided_spec.server.workers import IS_SMALL, is_small
+from guided_spec.server.workers import IS_SMALL, SMALL_BYTES
 
 # A digest of the key; "" without keys. Set for each request before its endpoint runs.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -187,7 +187,7 @@ class BoundedBody:
             return
         if body is None:
             return  # the client has left
-        IS_SMALL.set(is_small(body))
+        IS_SMALL.set(len(body) <= SMALL_BYTES)
         left = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

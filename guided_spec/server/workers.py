@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeVar
 
-from guided_spec.engine.chats.pictures import PICTURE_PARTS
-
 SMALL_BYTES = 32 * 2**10
-"""Of a body up to this length, everything is quick, but for pictures."""
-
-# A file of 5 kB may have 40 million pixels. Those of an earlier response are not in the body; and
-# an escape could hide a letter of these names, which no client's program writes so.
-_OF_PICTURES = re.compile(
-    rf'"(?:{"|".join(PICTURE_PARTS)})"|"previous_response_id"|\\u00[4-7]'.encode()
-)
+"""Of a body up to this length, everything is quick, but for pictures: those take turns."""
 
 # Set for each request before its endpoint runs.
 IS_SMALL: ContextVar[bool] = ContextVar("is_small", default=True)
@@ -27,16 +18,8 @@ IS_SMALL: ContextVar[bool] = ContextVar("is_small", default=True)
 _Result = TypeVar("_Result")
 
 
-def is_small(body: bytes) -> bool:
-    """Whether all that is done for a request of this body is quick and takes little memory."""
-    return len(body) <= SMALL_BYTES and _OF_PICTURES.search(body) is None
-
-
 class Workers:
-    """Requests that are not small take turns in one thread, so that small ones never wait for them.
-
-    So one picture is decoded at a time.
-    """
+    """Requests that are not small take turns in one thread: small ones never wait for them."""
 
     def __init__(self) -> None:
         self._large = ThreadPoolExecutor(1, thread_name_prefix="guided-spec-large")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from guided_spec.cli.main import app
 from guided_spec.engine.chats.pictures import OpenPicture
 from guided_spec.engine.process import EngineProcess
-from guided_spec.server.workers import SMALL_BYTES, is_small
+from guided_spec.types import SamplingParams
 from tests.pictures.sighted import ask, picture, png, sighted
 from tests.server.running import PATIENCE, Running, running
 
@@ -210,34 +210,33 @@ def test_many_pictures_wait_for_their_rows(served: Running) -> None:
     assert found == [wanted(picture(seed), WORDS) for seed in range(5)]
 
 
-def large_file() -> bytes:
-    """4 kB, of 36 million pixels."""
-    return png(Image.new("P", (6000, 6000)), bits=1, transparency=0)
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pictures were decoded at the same time, each time one was."""
+    inside, found, lock, image_of = 0, list[int](), threading.Lock(), OpenPicture.image
+
+    def counted(self: OpenPicture) -> Image.Image:
+        nonlocal inside
+        with lock:
+            inside += 1
+            found.append(inside)
+        time.sleep(0.02)
+        image = image_of(self)
+        with lock:
+            inside -= 1
+        return image
+
+    monkeypatch.setattr(OpenPicture, "image", counted)
+    return found
 
 
 @pytest.mark.parametrize("escaped", [False, True])
 def test_small_bodies_of_large_pictures_take_turns(
-    monkeypatch: pytest.MonkeyPatch,
+    decoding: list[int],
     escaped: bool,  # noqa: FBT001
 ) -> None:
     """A client of small bodies must not fill the memory, nor keep the threads from others."""
-    inside, most, lock = 0, 0, threading.Lock()
-    image_of = OpenPicture.image
-
-    def counted(self: OpenPicture) -> Image.Image:
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        time.sleep(0.02)
-        found = image_of(self)
-        with lock:
-            inside -= 1
-        return found
-
-    monkeypatch.setattr(OpenPicture, "image", counted)
-    url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
-    sent = json.dumps(chat({"type": "image_url", "image_url": {"url": url}}))
+    sent = json.dumps(chat({"type": "image_url", "image_url": {"url": URL}}))
     if escaped:
         sent = sent.replace('"image_url"', '"\\u0069mage_url"')
     with sighted("llava").llm() as llm, running(llm) as served, ThreadPoolExecutor(4) as pool:
@@ -250,24 +249,18 @@ def test_small_bodies_of_large_pictures_take_turns(
             return shown
 
         assert set(pool.map(reply, range(4))) == {wanted(picture(3), WORDS)}
-    assert most == 1
+    assert decoding == [1] * 4
 
 
-def test_what_of_bodies_is_small() -> None:
-    large = base64.b64encode(large_file()).decode()
-    url = f"data:image/png;base64,{large}"
-    bodies: list[dict[str, Any]] = [
-        chat({"type": "image_url", "image_url": {"url": url}}),
-        responses({"type": "input_image", "image_url": url}),
-        messages(image(large)),
-        {**responses(), "previous_response_id": "resp_1"},
-    ]
-    for body in bodies:
-        sent = json.dumps(body).encode()
-        assert len(sent) < SMALL_BYTES
-        assert not is_small(sent)
-    for words in ('an "image" of é\n', "an image_url", "x" * 999):
-        assert is_small(json.dumps(chat({"type": "text", "text": words})).encode())
+def test_threads_of_one_llm_take_turns(decoding: list[int]) -> None:
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    with sighted("llava").llm() as llm, ThreadPoolExecutor(4) as pool:
+
+        def reply(seed: int) -> str:
+            return llm.chat(ask(picture(seed), WORDS), params=params).text
+
+        assert list(pool.map(reply, range(4))) == [wanted(picture(at), WORDS) for at in range(4)]
+    assert decoding == [1] * 4
 
 
 def test_the_command_takes_images(folder: Path, tmp_path: Path) -> None:

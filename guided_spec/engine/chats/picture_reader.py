@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token
 class PictureReader:
     """Turns rendered conversations and their pictures into tokens; thread-safe.
 
+    One picture is decoded at a time, whoever asks: the pixels of one take up to 120 MB, and what a
+    processor makes of them on its way some times as much.
+
     processor: of transformers; None where the model reads no pictures. sight: of the model.
 
     Attributes: processor, and sight: as given, or with what is wrong with the processor.
@@ -27,6 +31,7 @@ class PictureReader:
 
     def __init__(self, processor: Any, sight: Sight) -> None:
         self.processor, self.sight = processor, sight
+        self._turn = Lock()
 
     @classmethod
     def load(
@@ -84,7 +89,8 @@ class PictureReader:
         read: dict[int, tuple[Picture, list[int]]] = {}
         for one in pictures:
             if id(one) not in read:
-                read[id(one)] = self._read(one)
+                with self._turn:
+                    read[id(one)] = self._read(one)
         self._require_room([picture for picture, _ in read.values()])
         placeholder, ids = self.sight.placeholder, list[int]()
         expanded = iter([read[id(one)][1] for one in pictures])
