@@ -146,6 +146,7 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
     Any ASGI server runs it; ``serve`` does so with uvicorn.
     """
     settings = ServerSettings() if settings is None else settings
+    settings = replace(settings, max_body_bytes=settings.body_bytes(llm.sight))
     service, drain = Service(llm, settings), Drain()
 
     @asynccontextmanager
@@ -163,7 +164,7 @@ def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastA
         redoc_url=None,
         responses={code: {"model": _FaultReply} for code in ("4XX", "5XX")},
     )
-    app.router.route_class = BodyRoute
+    app.router.route_class, app.state.workers = BodyRoute, service.workers
     add_handlers(app)
     _add_model_paths(app, service)
     _add_text_paths(app, service)

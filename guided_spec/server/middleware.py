@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from guided_spec.server.faults import ApiError
+from guided_spec.server.limits import TEXT_BYTES
 from guided_spec.server.metrics import Metrics
 from guided_spec.server.service import ServerSettings
 from guided_spec.server.spans import open_span
@@ -196,7 +197,7 @@ class BoundedBody:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Message, receive: Receive) -> bytes | None:
-        limit = self._settings.max_body_bytes
+        limit = self._settings.max_body_bytes or TEXT_BYTES
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared[:18]) > limit:
             raise _too_long(limit)
@@ -215,7 +216,8 @@ class BoundedBody:
 
 
 def _too_long(limit: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {limit} bytes; send less", code="body_too_long")
+    fix = "send less, or start the server with more max_body_bytes"
+    return ApiError(413, f"the body is longer than {limit} bytes; {fix}", code="body_too_long")
 
 
 async def _refuse(fault: ApiError, scope: Message, receive: Receive, send: Send) -> None:

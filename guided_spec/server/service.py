@@ -40,8 +40,8 @@ class ServerSettings(ServerLimits):
     max_samples: ``n`` times the prompts of one request, at most.
     allowed_hosts: names that a ``Host`` header may have, "*" for any; with none, all are taken, but
         see ``app.build_server``.
-    max_body_bytes: of a request. head_seconds, body_seconds: in which its headers and then its body
-        must have come.
+    max_body_bytes: of a request; None is 4 MiB, or 32 MiB for a model that reads pictures.
+    head_seconds, body_seconds: in which its headers and then its body must have come.
     write_seconds: after which a client that reads nothing of its response is cut off.
     max_schema_bytes: of one request's schema or grammar, and of its tools together.
     max_prompt_tokens, max_output_tokens: of one sample; None is what the model's context leaves.

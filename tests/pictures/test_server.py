@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
-from guided_spec.engine.chats.pictures import OpenPicture
+from guided_spec.engine.chats.pictures import MOST_BYTES, OpenPicture
 from guided_spec.engine.process import EngineProcess
 from guided_spec.types import SamplingParams
 from tests.pictures.sighted import ask, picture, png, sighted
@@ -261,6 +261,18 @@ def test_threads_of_one_llm_take_turns(decoding: list[int]) -> None:
 
         assert list(pool.map(reply, range(4))) == [wanted(picture(at), WORDS) for at in range(4)]
     assert decoding == [1] * 4
+
+
+def test_the_largest_file_fits_into_a_body() -> None:
+    """With the server's own settings: what a picture may have is not what its request may not."""
+    file = png(Image.new("RGB", (2642, 2642)), "BMP")
+    assert 0.99 < len(file) / MOST_BYTES <= 1
+    url = f"data:image/bmp;base64,{base64.b64encode(file).decode()}"
+    with sighted("llava").llm() as llm, running(llm) as served:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        found = post(served, "/v1/chat/completions", chat(part))
+    text = wanted(Image.new("RGB", (2642, 2642)), WORDS)
+    assert found["choices"][0]["message"]["content"] == text
 
 
 def test_the_command_takes_images(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ FastAPI would do so on the event loop, and pydantic would make an error of each 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from guided_spec.server.endpoints.values import body_fault
 from guided_spec.server.faults import ApiError, unreadable_body
-from guided_spec.server.workers import SMALL_BYTES
+from guided_spec.server.workers import SMALL_BYTES, Workers
 
 MOST_VALUES = 2**18  # of a body; each list, object and string counts as four
 _WEIGHT = 4
@@ -38,7 +37,8 @@ class BodyRoute(APIRoute):
             # A body of another type is FastAPI's to refuse.
             if data and "json" in read.headers.get("content-type", ""):
                 if len(data) > SMALL_BYTES:
-                    read.record = await asyncio.to_thread(read_body, data, kind)
+                    workers: Workers = request.app.state.workers
+                    read.record = await workers.run(lambda: read_body(data, kind))
                 else:
                     read.record = read_body(data, kind)
             return await handle(read)
