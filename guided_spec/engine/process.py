@@ -67,7 +67,7 @@ _TURN_SECONDS = 0.001
 _FEW = 64  # requests of which the ended ones may stay a while
 _LOAD_SECONDS = 0.1  # between two looks at how busy the engine is
 _LOGGER = "guided_spec"
-_PIECE = 2**20  # bytes that are sent at once: what receives them holds up its interpreter
+PIECE_BYTES = 2**20  # bytes that are sent at once: what receives them holds up its interpreter
 
 
 class _Start(NamedTuple):
@@ -230,7 +230,7 @@ class EngineProcess(Homebound):
         self.close()
 
 
-class _Outbox:
+class Outbox:
     """Sends messages in order from a thread of its own, since a pipe may be full."""
 
     def __init__(self, connection: Connection) -> None:
@@ -246,7 +246,9 @@ class _Outbox:
         sent, arrays = file.getvalue(), [one.raw() for one in found]
         if arrays:
             sent = pickle.dumps(_Head(sent, [one.nbytes for one in arrays]))
-        pieces = [one[at : at + _PIECE] for one in arrays for at in range(0, len(one), _PIECE)]
+        pieces = [
+            one[at : at + PIECE_BYTES] for one in arrays for at in range(0, len(one), PIECE_BYTES)
+        ]
         self._queue.put([sent, *pieces])
 
     def _run(self) -> None:
@@ -254,9 +256,10 @@ class _Outbox:
             while True:
                 for piece in self._queue.get():
                     self._connection.send_bytes(piece)
+                del piece  # with its array
 
 
-def _receive(connection: Connection) -> Any:
+def receive(connection: Connection) -> Any:
     """What an outbox has sent."""
     message = connection.recv()
     if not isinstance(message, _Head):
@@ -272,7 +275,7 @@ def _receive(connection: Connection) -> Any:
 class _Submission:
     """A request in the other process: whom its chunks go to, and what has not ended of it."""
 
-    def __init__(self, asked: _Asked, report: Callable[[Chunk], None], outbox: _Outbox) -> None:
+    def __init__(self, asked: _Asked, report: Callable[[Chunk], None], outbox: Outbox) -> None:
         self._number = asked.number
         self._grammars = [params.grammar for params in asked.params]
         self._report = report
@@ -322,7 +325,7 @@ class _Child:
         self._submissions: dict[int, _Submission] = {}
         self._is_closed = False
         self._process, self._connection = start_interpreter(_PROGRAM)
-        self._outbox = _Outbox(self._connection)
+        self._outbox = Outbox(self._connection)
         self._outbox.put(start)
         self._reader = threading.Thread(target=self._read, name="guided-spec-inbox", daemon=True)
         self._reader.start()
@@ -419,7 +422,7 @@ def serve() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:
-        start = _receive(connection)
+        start = receive(connection)
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)
@@ -468,7 +471,7 @@ def _serve(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -
     reporter.start()
     known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
     try:
-        while (message := _receive(connection)) is not None:
+        while (message := receive(connection)) is not None:
             if isinstance(message, _Cancelled):
                 for sample in samples.get(message.number, ()):
                     if sample is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -41,7 +42,7 @@ from tests.pictures.test_server import (
     post,
     wanted,
 )
-from tests.server.running import PATIENCE, running
+from tests.server.running import PATIENCE, running, until
 
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.0)
 MANNER = Manner(is_streamed=True, is_traced=False)
@@ -76,11 +77,11 @@ def test_messages_with_arrays_arrive_as_they_were(
     sent = [("first", Picture.of(named, 3)), "then"]
     ours, theirs = Pipe()
     with pytest.MonkeyPatch.context() as patch, ours, theirs:
-        patch.setattr(engine_process, "_PIECE", piece)
-        outbox = engine_process._Outbox(ours)
+        patch.setattr(engine_process, "PIECE_BYTES", piece)
+        outbox = engine_process.Outbox(ours)
         for message in sent:
             outbox.put(message)
-        (_, found), then = engine_process._receive(theirs), engine_process._receive(theirs)
+        (_, found), then = engine_process.receive(theirs), engine_process.receive(theirs)
     assert then == "then"
     assert found == sent[0][1]
     assert found.inputs.keys() == named.keys()
@@ -88,6 +89,17 @@ def test_messages_with_arrays_arrive_as_they_were(
         assert array.dtype == named[name].dtype
         assert array.flags.writeable
         np.testing.assert_array_equal(array, named[name])
+
+
+def test_what_was_sent_is_let_go() -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        outbox, array = engine_process.Outbox(ours), np.ones(99)
+        left = weakref.ref(array)
+        outbox.put(array)
+        np.testing.assert_array_equal(engine_process.receive(theirs), array)
+        del array
+        until(lambda: left() is None)
 
 
 def test_arrays_are_not_copied_into_messages(folder: Path) -> None:
