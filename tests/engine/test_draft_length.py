@@ -214,8 +214,40 @@ def test_who_begins_without_a_draft() -> None:
         states=HiddenStates(),
     )
     committed = [Committed([1, 2], 1), Committed([1], 0), Committed([1, 2, 3], 2), Committed([], 0)]
-    taken = StepTaken.of(batch, K, committed, [4, 0, 2, 0], 0.5)
-    assert taken == (K, 9, [1, 0, 2, 0], 0.5, 1)
+    taken = StepTaken.of(batch, K, committed, [4, 0, 2, 0], 0.5, 6)
+    assert taken == (K, 9, [1, 0, 2, 0], 0.5, 1, 6)
+
+
+@pytest.mark.parametrize(("accepts", "best"), [(0.1, 0), (0.25, 0), (0.8, 3)])
+@pytest.mark.parametrize("read", [[0], [0, 0, 200]])
+def test_halves_with_drafts_are_compared_with_all_texts_without(
+    accepts: float, best: int, read: list[int]
+) -> None:
+    """A forward of half the texts takes as long as one of all, as long as nobody drafts: so weak
+    drafts of halves look better than no drafts of halves, and are worse than none at all."""
+    world, texts = World(accepts, forward=0.01, text=0.0, token=0.0), 64
+
+    def speed(count: int) -> float:
+        batch = texts // 2 if count else texts
+        return batch * world.tokens(count) / world.seconds(batch, count)
+
+    assert max(draft_lengths(K), key=speed) == best
+    one = DraftLengthPolicy(K, world.times, in_halves=True)
+    dice, drafted = random.Random(0), Counter[int]()
+    for at in range(2000):
+        num_read, in_halves = read[at % len(read)], one.drafts(texts)
+        count = one.num_draft_tokens(texts, num_read)
+        batch = texts // 2 if in_halves else texts
+        accepted = [0] * batch
+        for text in range(batch):
+            while accepted[text] < count and dice.random() < accepts:
+                accepted[text] += 1
+        seconds = world.seconds(batch, count, num_read)
+        if one.drafts(texts) == in_halves:
+            one.count(StepTaken(count, num_read, accepted, seconds, 0, texts))
+        drafted[count] += not num_read
+    assert drafted[best] > 0.9 * drafted.total()
+    assert one.drafts(texts) == (best > 0)
 
 
 def test_each_number_of_texts_goes_its_own_way() -> None:

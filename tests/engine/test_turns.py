@@ -16,7 +16,7 @@ from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.steps import step_runner
-from guided_spec.engine.steps.draft_length import ForwardTimes
+from guided_spec.engine.steps.draft_length import DraftLengthPolicy, ForwardTimes
 from guided_spec.engine.steps.in_flight import InFlight, StepInFlight
 from guided_spec.engine.steps.planner import Turns
 from guided_spec.step import Step, commit, speculative_step
@@ -76,6 +76,37 @@ def test_the_texts_are_the_same(batches: list[tuple[int, ...]], proposer: str) -
     assert tokens(generate("llama", proposer, draft, **options)) == tokens(plain("llama"))
     assert ran_in_turns(batches)
     assert max(sizes_of_turns(batches)) <= 3
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "chain:grammar_forced+ngram", "draft_model"])
+def test_nobody_takes_turns_while_nobody_drafts(
+    batches: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    written: HeadedTarget,
+    proposer: str,
+) -> None:
+    """Such steps are of all texts, and halves begin anew when drafts do."""
+    drafted, count = list[int](), 0
+
+    def num_draft_tokens(policy: DraftLengthPolicy, *_: Any) -> int:
+        nonlocal count
+        count += 1
+        drafted.append(policy.lengths[-1 if count // 9 % 2 else 0])
+        return drafted[-1]
+
+    monkeypatch.setattr(DraftLengthPolicy, "num_draft_tokens", num_draft_tokens)
+    monkeypatch.setattr(DraftLengthPolicy, "drafts", lambda _, __: count // 9 % 2 == 1)
+    model, draft = written if proposer == "eagle3" else ("llama", near_copy("llama"))
+    draft = None if proposer.startswith("chain") else draft
+    options: dict[str, Any] = {"kernels": "packed", "max_batch_size": 5, "drafting": "auto"}
+    expected = tokens(plain(model))
+    batches.clear()
+    assert tokens(generate(model, proposer, draft, **options)) == expected
+    assert len(drafted) == len(batches) > 30
+    plain_steps = [len(slots) for slots, of in zip(batches, drafted, strict=True) if of <= 0]
+    others = [slots for slots, of in zip(batches, drafted, strict=True) if of > 0]
+    assert max(plain_steps) == 5
+    assert ran_in_turns(others)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "coupled"])

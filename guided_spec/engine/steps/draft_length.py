@@ -13,6 +13,10 @@ Steps that only decode take the length with the most tokens a second. Where prom
 same forward, each token of a draft costs more, and its time is worth what the best of the other
 steps would generate in it. The host does more in such steps, so their times are kept apart.
 
+Where two halves of the texts take turns, so that one drafts while the other is verified, steps
+without drafts have nothing to hide: they are of all texts. So a policy of halves compares half of
+the texts with drafts against all of them without.
+
 Where a text depends on its drafts, their length must not depend on other texts: the caller ensures
 this (docs/exactness.md).
 """
@@ -71,6 +75,7 @@ class StepTaken(NamedTuple):
 
     num_drafted: K, or ``PLAIN``. num_read: of prompts. accepted: [B] of each draft.
     num_new: of the texts, those that begin in this step and have no draft in it, whatever K is.
+    num_decoding: texts that decoded at that time, in this step or by turns; None: this step's.
     """
 
     num_drafted: int
@@ -78,6 +83,7 @@ class StepTaken(NamedTuple):
     accepted: Sequence[int]
     seconds: float
     num_new: int = 0
+    num_decoding: int | None = None
 
     @classmethod
     def of(
@@ -87,6 +93,7 @@ class StepTaken(NamedTuple):
         committed: Sequence[Committed],
         drafted: Sequence[int],
         seconds: float,
+        num_decoding: int,
     ) -> StepTaken:
         """Of that batch; a prompt that its drafter reads counts as a token of it.
 
@@ -98,7 +105,7 @@ class StepTaken(NamedTuple):
         coming = {prompt.slot for prompt in batch.prompts}
         pairs = zip(batch.slots, drafted, strict=True)
         num_new = sum(count == 0 and slot in coming for slot, count in pairs)
-        return cls(num_drafted, num_read, accepted, seconds, num_new)
+        return cls(num_drafted, num_read, accepted, seconds, num_new, num_decoding)
 
 
 class _Acceptance:
@@ -195,15 +202,23 @@ class _SizeState:
 class DraftLengthPolicy:
     """Chooses the draft length of an engine's steps. num_draft_tokens: of the longest draft, K.
 
-    times: of the target's forwards. has_more: whether there are drafts with K = 0 too.
+    times: of the target's forwards. has_more: whether there are drafts with K = 0 too. in_halves:
+    whether two halves of the texts take turns where there are drafts. ``num_texts``: those that
+    decode, in all halves.
 
     Attributes: lengths: the draft lengths to choose from, the first without a draft.
     """
 
     def __init__(
-        self, num_draft_tokens: int, times: ForwardTimes, *, has_more: bool = False
+        self,
+        num_draft_tokens: int,
+        times: ForwardTimes,
+        *,
+        has_more: bool = False,
+        in_halves: bool = False,
     ) -> None:
         self._times = times
+        self._in_halves = in_halves
         lengths = draft_lengths(num_draft_tokens)
         self.lengths = (PLAIN, *lengths) if has_more else lengths
         self._acceptance = _Acceptance(num_draft_tokens, has_more=has_more)
@@ -213,7 +228,7 @@ class DraftLengthPolicy:
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
-        """Draft length of a step of ``num_texts`` texts. num_read: prompt tokens that it reads."""
+        """Draft length of the next step. num_read: prompt tokens that it reads."""
         state = self._state(num_texts)
         if num_read:
             self._refresh(state, num_texts)
@@ -223,15 +238,19 @@ class DraftLengthPolicy:
             self._choose(state, num_texts)
         return state.num_drafted
 
+    def drafts(self, num_texts: int) -> bool:
+        """Whether steps draft now."""
+        return self._state(num_texts).num_drafted != self.lengths[0]
+
     def stays_plain(self, num_texts: int) -> bool:
-        """Whether this step and the next one of ``num_texts`` texts have no drafts."""
-        state = self._state(num_texts)
-        return state.num_drafted == self.lengths[0] and state.left > 1
+        """Whether this step and the next one have no drafts."""
+        return not self.drafts(num_texts) and self._state(num_texts).left > 1
 
     def count(self, step: StepTaken) -> None:
         """Record a finished step."""
         batch, has_read = len(step.accepted), self._last.num_read > 0
-        state, self._last = self._state(batch), step
+        num_texts = batch if step.num_decoding is None else step.num_decoding
+        state, self._last = self._state(num_texts), step
         state.unseen += 1
         self._acceptance.add(step.num_drafted, step.accepted, step.num_new)
         if not step.num_read or state.num_drafted == state.kept:  # a trial has to be measured
@@ -260,8 +279,9 @@ class DraftLengthPolicy:
         self._acceptance.forget(self._last.num_drafted)
         for length in self.lengths:
             if length != self._last.num_drafted:
-                self._rest[length].forget(num_texts)
-                self._reading[length].forget(num_texts)
+                batch = self._batch(length, num_texts)
+                self._rest[length].forget(batch)
+                self._reading[length].forget(batch)
 
     def _choose(self, state: _SizeState, num_texts: int) -> None:
         now = state.num_drafted
@@ -278,57 +298,65 @@ class DraftLengthPolicy:
     def _with_prompts(self, kept: int, num_texts: int, num_read: int) -> int:
         """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
-        if all(self._rest_of(one, num_texts) is None for one in self.lengths):  # each step reads
+        batch = self._batch(kept, num_texts)
+        if all(self._rest_of(one, batch) is None for one in self.lengths):  # each step reads
             return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
-        own = self._reading[kept].of(num_texts, may_extrapolate=True)
+        own = self._reading[kept].of(batch, may_extrapolate=True)
         if not self._times or own is None:
             return kept
-        worth = min(self._most_seconds(one, num_texts) / tokens(one) for one in self.lengths)
+        worth = batch * min(self._seconds_per_token(one, num_texts) for one in self.lengths)
 
         def seconds(length: int) -> float:
             """A lower bound where it was not measured, so that it is tried."""
-            rest = self._reading[length].of(num_texts, may_extrapolate=True)
+            rest = self._reading[length].of(batch, may_extrapolate=True)
             least = own * max(0, length) / max(1, kept) if rest is None else rest
-            return self._forward(num_texts, length, num_read) + least
+            return self._forward(batch, length, num_read) + least
 
         shorter = [length for length in self.lengths if length <= kept]
         best = max(shorter, key=lambda length: worth * tokens(length) - seconds(length))
         saved = seconds(kept) - seconds(best) - worth * (tokens(kept) - tokens(best))
         return best if saved > GAIN * seconds(kept) else kept
 
+    def _batch(self, length: int, num_texts: int) -> int:
+        """Texts of a step."""
+        return -(-num_texts // 2) if self._in_halves and length != self.lengths[0] else num_texts
+
     def _speed(self, length: int, num_texts: int) -> float:
         """Tokens a second of steps that read no prompts."""
-        tokens = num_texts * self._acceptance.tokens(length)
-        return tokens / max(self._seconds(length, num_texts), SOON)
+        batch = self._batch(length, num_texts)
+        return batch * self._acceptance.tokens(length) / max(self._seconds(length, batch), SOON)
 
-    def _seconds(self, length: int, num_texts: int) -> float:
+    def _seconds(self, length: int, batch: int) -> float:
         """Seconds of such a step; a lower bound where it was not measured."""
-        rest = self._rest_of(length, num_texts)
+        rest = self._rest_of(length, batch)
         if rest is None and length == PLAIN:
             rest = 0.0  # the host may have nothing to do
         elif rest is None:
             # A draft takes some time to begin, and more for each token.
             rest = max(
-                (self._rest_of(other, num_texts) or 0.0)
+                (self._rest_of(other, batch) or 0.0)
                 * (min(1.0, length / other) if other > 0 else 1.0)
                 for other in self.lengths
                 if other != PLAIN
             )
-        return rest + self._forward(num_texts, length)
+        return rest + self._forward(batch, length)
 
-    def _most_seconds(self, length: int, num_texts: int) -> float:
-        """Seconds of such a step; where only some that read were measured, it takes no longer."""
-        rest = self._reading[length].of(num_texts, may_extrapolate=True)
-        if rest is None or self._rest_of(length, num_texts) is not None:
-            return self._seconds(length, num_texts)
-        return rest + self._forward(num_texts, length)
+    def _seconds_per_token(self, length: int, num_texts: int) -> float:
+        """Of such steps, at most: where only steps that read were measured, they take no longer."""
+        batch = self._batch(length, num_texts)
+        rest = self._reading[length].of(batch, may_extrapolate=True)
+        if rest is None or self._rest_of(length, batch) is not None:
+            seconds = self._seconds(length, batch)
+        else:
+            seconds = rest + self._forward(batch, length)
+        return seconds / (batch * self._acceptance.tokens(length))
 
-    def _rest_of(self, length: int, num_texts: int) -> float | None:
+    def _rest_of(self, length: int, batch: int) -> float | None:
         # Without times it holds the forward, which grows otherwise.
-        return self._rest[length].of(num_texts, may_extrapolate=bool(self._times))
+        return self._rest[length].of(batch, may_extrapolate=bool(self._times))
 
-    def _forward(self, num_texts: int, length: int, num_read: int = 0) -> float:
-        own = num_texts * (max(0, length) + 1)
+    def _forward(self, batch: int, length: int, num_read: int = 0) -> float:
+        own = batch * (max(0, length) + 1)
         # Prompts fill a graph up, drafts alone leave some of it unused.
         return self._times.of(own + num_read if num_read else bucket(own))
 

@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
     requests: those that decode, by slot. pieces: prompt pieces that its forward reads. begun:
     requests whose prompts the proposer reads as far as the target has. num_draft_tokens: of the
-    longest draft, or ``PLAIN``. policy: that chose this length; None: K is used.
+    longest draft, or ``PLAIN``. policy: that chose this length, and measures it; None: nobody does.
+    num_decoding: texts that decode, in this step or by turns.
     """
 
     requests: Sequence[Request]
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
     begun: Sequence[Request]
     num_draft_tokens: int
     policy: DraftLengthPolicy | None = None
+    num_decoding: int = 0
 
     @property
     def everyone(self) -> list[Request]:

@@ -105,13 +105,18 @@ class Planner:
         if count and self.config.drafting != "always":
             has_more = not self.layers and self.proposer.may_draft(0)
             policies = {
-                turn: DraftLengthPolicy(count, times, has_more=has_more) for turn in (False, True)
+                turn: DraftLengthPolicy(count, times, has_more=has_more, in_halves=turn)
+                for turn in (False, True)
             }
         return replace(self, turns=turns, policies=policies)
 
     def takes_turns(self, in_flight: InFlight) -> bool:
         """Whether one half of the texts drafts while the other one is verified."""
-        return self.turns.are_taken(len(self.scheduler.running(State.DECODE)), in_flight)
+        num_texts = len(self.scheduler.running(State.DECODE))
+        if not self.turns.are_taken(num_texts, in_flight):
+            return False
+        policy = self.policies.get(True)
+        return policy is None or policy.drafts(num_texts)
 
     def waiting(self, in_flight: InFlight) -> list[Request]:
         """Requests whose prompts are to be read, by slot; not those that take them from others."""
@@ -181,13 +186,19 @@ class Planner:
         """The step in which ``requests`` decode."""
         # Some may have had to go for those who decode.
         pieces = [piece for piece in pieces if piece.request.state is not State.WAITING]
-        policy, count = self.policies.get(self.takes_turns(in_flight)), self.config.num_draft_tokens
+        num_texts, count = len(requests), self.config.num_draft_tokens
+        halves = len(self.scheduler.running(State.DECODE))
+        policy, is_half = self.policies.get(False), self.takes_turns(in_flight)
+        if self.turns.are_taken(halves, in_flight):
+            policy, num_texts = self.policies.get(True), halves
         if not all(map(self._is_free, requests)):
             policy = None
         if policy is not None:
             num_read = sum(len(piece.tokens.token_ids) for piece in pieces)
-            count = policy.num_draft_tokens(len(requests), num_read)
-        return Plan(requests, pieces, self.begun(in_flight), count, policy)
+            count = policy.num_draft_tokens(num_texts, num_read)
+            if self.takes_turns(in_flight) != is_half:  # from the next step on: it tells nothing
+                policy = None
+        return Plan(requests, pieces, self.begun(in_flight), count, policy, num_texts)
 
     def begun(self, in_flight: InFlight) -> list[Request]:
         """Requests whose prompts the proposer reads now, although they are not at their end.
@@ -209,7 +220,7 @@ class Planner:
         in_flight: besides that step.
         """
         policy, now = flight.plan.policy, flight.plan.num_draft_tokens
-        stays_plain = policy is not None and policy.stays_plain(len(flight.batch))
+        stays_plain = policy is not None and policy.stays_plain(flight.plan.num_decoding)
         most = max(0, now, 0 if stays_plain else self.config.num_draft_tokens)
         if self.is_parallel or in_flight.steps or self.slow:
             return False

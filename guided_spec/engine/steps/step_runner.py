@@ -75,8 +75,8 @@ class StepRunner:
         ended = time.perf_counter()
         if plan.policy is not None:
             drafted = step.num_drafted.wait().tolist()
-            seconds = ended - (last.ended or started)
-            taken = StepTaken.of(batch, plan.num_draft_tokens, committed, drafted, seconds)
+            seconds, count = ended - (last.ended or started), plan.num_draft_tokens
+            taken = StepTaken.of(batch, count, committed, drafted, seconds, plan.num_decoding)
             plan.policy.count(taken)
         self._append(flight, committed)
         if not planner.is_parallel:

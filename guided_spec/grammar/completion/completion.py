@@ -116,10 +116,12 @@ class AfterEndings(Endings):
             return self._inner.is_free(state, remaining)
         return max(self._missing) + self._after < remaining
 
-    def row(self, state: Any, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self, state: Any, remaining: int, probe: Probe, legal: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
         if not isinstance(state, _Free):
-            return self._inner.row(state, remaining, probe)
+            return self._inner.row(state, remaining, probe, legal)
         missing = self._next.get(state.marker)
         if missing is None:
             missing = self._next.setdefault(state.marker, self._missing_after(state.marker))
@@ -317,14 +319,14 @@ class BudgetFilter:
 
     def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
         """Clear the tokens that lead to where too few are left."""
+        # After the last token the grammar's row may hold anything.
+        legal = row & full_row(self._endings.vocab_size)
         try:
-            fitting = self._endings.row(mark.state, self._max_tokens - mark.at, text)
+            fitting = self._endings.row(mark.state, self._max_tokens - mark.at, text, legal)
         except EndLostError:
             return False
-        lost = (row & ~fitting).view(np.uint32)
         row &= fitting
-        # After the last token the grammar's row may hold anything.
-        return bool((lost & full_row(self._endings.vocab_size).view(np.uint32)).any())
+        return bool((legal & ~fitting).any())
 
     def tokens_left(self, mark: Mark, length: int) -> int | None:
         """What the budget leaves."""

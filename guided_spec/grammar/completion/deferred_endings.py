@@ -107,9 +107,11 @@ class DeferredEndings(Endings):
             return True
         return self._inner.is_free(self._own(state), remaining)
 
-    def row(self, state: Any, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self, state: Any, remaining: int, probe: Probe, legal: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
-        return self._inner.row(self._own(state), remaining, probe)
+        return self._inner.row(self._own(state), remaining, probe, legal)
 
     def admits(self, state: Any, token_id: int, remaining: int, probe: Probe) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""

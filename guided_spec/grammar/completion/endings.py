@@ -79,10 +79,13 @@ class Endings(Protocol):
         """
         ...
 
-    def row(self, state: Any, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self, state: Any, remaining: int, probe: Probe, legal: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         """int32 [W]: tokens that lead to a state that costs less than ``remaining``.
 
-        probe: stands at the state, and does so again afterwards.
+        probe: stands at the state, and does so again afterwards. legal: int32 [W], the row of the
+        probe, where the caller has it; it is not kept.
         With the stop tokens where the text may end; a token that the grammar refuses may be there.
         """
         ...

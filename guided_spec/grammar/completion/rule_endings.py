@@ -449,9 +449,15 @@ class RuleEndings(Endings):
             int((self.table(state) + np.int16(1)).max()) - 1
         )  # one more than the largest is least
 
-    def row(self, state: ParseState, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self,
+        state: ParseState,
+        remaining: int,
+        probe: Probe,
+        legal: NDArray[np.int32] | None = None,
+    ) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
-        del probe
+        del probe, legal
         return pack_row(self.table(state) < min(remaining, _NEVER))
 
     def legal(self, state: ParseState) -> NDArray[np.int32]:

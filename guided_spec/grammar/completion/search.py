@@ -238,17 +238,21 @@ class SearchEndings(Endings):
         """Whether much is to spare."""
         return self.cost(state) + RISE < remaining
 
-    def row(self, state: Path, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self, state: Path, remaining: int, probe: Probe, legal: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         """int32 [W]: tokens after which a path is known that costs less than ``remaining``."""
         row = state.rows.get(remaining)
         if row is None:
-            row = self._scan(state, remaining, probe).row(remaining)
+            row = self._scan(state, remaining, probe, legal).row(remaining)
             state.rows = {remaining: row}
         return row
 
-    def _scan(self, state: Path, remaining: int, probe: Probe) -> Scan:
+    def _scan(
+        self, state: Path, remaining: int, probe: Probe, row: NDArray[np.int32] | None
+    ) -> Scan:
         """The scan of the next token; inside a string, mostly that of the token before."""
-        known, row = state.scan, legal_row(probe, self.vocab_size)
+        known, row = state.scan, legal_row(probe, self.vocab_size) if row is None else row
         legal = _Legal(row, probe.interchangeable(row))
         if known is not None and self.fits(state.text, remaining):
             if known.legal.is_like(legal):
@@ -280,18 +284,24 @@ class SearchEndings(Endings):
         written = self.spelling.write(text)
         return written is not None and probe.takes((*token_ids, *written, self._stop))
 
-    def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """What may still be missing of a path after ``data``: all of it, or all but that much."""
-        return text, text[len(data) :]
+    def completed_by(self, probe: Probe, tokens: Sequence[int], text: bytes) -> list[int]:
+        """Those of the tokens after which this text and a stop token complete the text."""
+        head, written = self.spelling.write(text[:_HEAD]), self.spelling.write(text)
+        if head is None or written is None:
+            return []
+        whole = (*written, self._stop)
+        for tail in (head, whole) if len(text) > 2 * _HEAD else (whole,):
+            tokens = list(compress(tokens, probe.takes_each([(one, *tail) for one in tokens])))
+        return [*tokens]
 
     def _after(self, state: Path, data: bytes, probe: Probe) -> bytes | None:
         if state.text.startswith(data):
             return state.text[len(data) :]
-        ways = (*self.kept(state.text, data), *state.turns)
-        complete = [way for way in ways if self.completes(probe, (), way)]
-        if complete:
-            return min(complete, key=self.spelling.num_tokens)
-        return self._find(probe, state.text, _STEPS)
+        # All of the path may still be missing, or all but as much.
+        ways = [state.text, state.text[len(data) :], *state.turns]
+        ways.sort(key=self.spelling.num_tokens)
+        shortest = next((way for way in ways if self.completes(probe, (), way)), None)
+        return self._find(probe, state.text, _STEPS) if shortest is None else shortest
 
     def _find(self, probe: Probe, before: bytes, most: int) -> bytes | None:
         """A path by depth-first search in at most ``most`` steps; None if none is found."""
@@ -392,7 +402,9 @@ class _Legal(NamedTuple):
 
     def is_like(self, other: _Legal) -> bool:
         """Whether both rows are the same."""
-        return all(map(np.array_equal, self, other))
+        are_all_alike = self.alike is self.row and other.alike is other.row
+        pairs = [(self.row, other.row), (self.alike, other.alike)][: 1 if are_all_alike else 2]
+        return all((one == another).all() for one, another in pairs)
 
     def holds(self, other: _Legal, content: NDArray[np.int32]) -> bool:
         """Whether the other one allows the same but for some of ``content``, int32 [W]."""
@@ -415,7 +427,7 @@ class Scan:
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
-        self._unions: dict[tuple[bool, ...], NDArray[np.int32]] = {}  # of groups that fit
+        self._rows: dict[tuple[bool, ...], NDArray[np.int32]] = {}  # by the groups that fit
         self._trials = _TRIALS
 
     def path_after(self, token_ids: Sequence[int]) -> bytes | None:
@@ -424,23 +436,24 @@ class Scan:
 
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose path costs less than ``remaining``, and the stop tokens."""
-        endings, legal = self._endings, self.legal.row
-        fits = tuple(endings.fits(group.way, remaining) for group in self._groups)
-        if fits not in self._unions:
-            self._unions[fits] = self._union(fits)
-        row: NDArray[np.int32] = self._unions[fits] & legal
-        stops = endings.tokens.stops
-        add_tokens(row, stops[bits_of(legal, stops)])
-        row.flags.writeable = False
-        return row
+        fits = tuple(self._endings.fits(group.way, remaining) for group in self._groups)
+        if fits not in self._rows:
+            self._rows[fits] = self._row(fits)
+        return self._rows[fits]
 
-    def _union(self, fits: Sequence[bool]) -> NDArray[np.int32]:
-        row = np.zeros_like(self.legal.row)
+    def _row(self, fits: Sequence[bool]) -> NDArray[np.int32]:
+        legal, stops = self.legal.row, self._endings.tokens.stops
+        row, single = np.zeros_like(legal), list[NDArray[np.int64]]()
         for group in compress(self._groups, fits):
             if group.is_row:
                 row |= group.tokens
             else:
-                add_tokens(row, group.tokens)
+                single.append(group.tokens)
+        if single:
+            add_tokens(row, np.concatenate(single))
+        row &= legal
+        add_tokens(row, stops[bits_of(legal, stops)])
+        row.flags.writeable = False
         return row
 
     def look(self, probe: Probe) -> None:
@@ -463,17 +476,17 @@ class Scan:
             return None
         for group in self._groups:
             tested = spread_tokens(group.tokens & legal.row, _ALIKE) if group.is_row else []
-            if not all(self._completes(probe, token, group.way) for token in tested):
+            if not self._complete(probe, tested, group.way):
                 return None
         scan = Scan(self._endings, self._state, self._remaining, legal)
-        scan._ways, scan._groups, scan._unions = self._ways, self._groups, self._unions
+        scan._ways, scan._groups = self._ways, self._groups
         return scan
 
     def _test_content(self, probe: Probe) -> None:
         way, content = self._state.text, self._endings.tokens.content
         alike, rest = self.legal.alike & content, self.legal.row & content
         probes = spread_tokens(alike, _PROBES)
-        if self._fits(way) and all(self._completes(probe, token, way) for token in probes):
+        if self._fits(way) and self._complete(probe, probes, way):
             self._groups.append(_Group(alike, way))
             rest &= ~alike
         self._test(first_tokens(rest, _TESTED), probe)
@@ -498,21 +511,27 @@ class Scan:
 
     def _test(self, token_ids: list[int], probe: Probe) -> None:
         data = self._endings.spelling.token_bytes
-        for token in token_ids:
-            if token in self._ways or not data[token]:
-                continue
-            way = self._known_path(token, probe)
-            if way is not None:
-                self._ways[token] = way
-            elif self._trials:
+        unknown = [token for token in token_ids if token not in self._ways and data[token]]
+        self._try_known(unknown, probe)
+        for token in unknown:
+            if token not in self._ways and self._trials:
                 self._search(token, probe)
 
-    def _known_path(self, token: int, probe: Probe) -> bytes | None:
-        """A path that fits after a token: a known one, or its rest after what the token writes."""
-        endings, text = self._endings, self._state.text
-        ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
-        fitting = (w for w in ways if self._fits(w) and self._completes(probe, token, w))
-        return next(fitting, None)
+    def _try_known(self, token_ids: Sequence[int], probe: Probe) -> None:
+        """Record paths that fit after tokens: a known one, or its rest after what they write."""
+        text, data = self._state.text, self._endings.spelling.token_bytes
+        self._try(token_ids, text, probe)
+        for length in sorted({len(data[token]) for token in token_ids}):
+            as_long = [token for token in token_ids if len(data[token]) == length]
+            self._try(as_long, text[length:], probe)
+        for way in self._state.turns:
+            self._try(token_ids, way, probe)
+
+    def _try(self, token_ids: Sequence[int], way: bytes, probe: Probe) -> None:
+        left = [token for token in token_ids if token not in self._ways]
+        if left and self._fits(way):
+            completed = self._endings.completed_by(probe, left, way)
+            self._ways.update(dict.fromkeys(completed, way))
 
     def _search(self, token: int, probe: Probe) -> None:
         if not probe.accept_token(token):
@@ -537,8 +556,8 @@ class Scan:
     def _fits(self, way: bytes) -> bool:
         return self._endings.fits(way, self._remaining)
 
-    def _completes(self, probe: Probe, token: int, way: bytes) -> bool:
-        return self._endings.completes(probe, (token,), way)
+    def _complete(self, probe: Probe, token_ids: Sequence[int], way: bytes) -> bool:
+        return len(self._endings.completed_by(probe, token_ids, way)) == len(token_ids)
 
 
 def _ends_of(text: bytes) -> Iterator[bytes]:

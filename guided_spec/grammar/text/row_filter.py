@@ -44,6 +44,10 @@ class Probe(Protocol):
         """Whether all these tokens are accepted, no stop token before the last; does not move."""
         ...
 
+    def takes_each(self, texts: Sequence[Sequence[int]]) -> list[bool]:
+        """``takes`` of each of them."""
+        ...
+
     def interchangeable(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [W]: of some legal tokens those that others like them may stand for."""
         ...

@@ -523,6 +523,14 @@ class TextProbe:
             one.takes(marks[at][-1], token_ids) for at, one in enumerate(filters) if marks[at]
         )
 
+    def takes_each(self, texts: Sequence[Sequence[int]]) -> list[bool]:
+        """``takes`` of each of them; most of its time is not the matcher's."""
+        text = self._text
+        more = text._own_more if text.own_matcher is not None else None
+        if more is None or text._parts.filters[: self._count]:
+            return list(map(self.takes, texts))
+        return list(map(more.takes, texts))
+
     def interchangeable(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [W]: of some legal tokens those that others like them may stand for."""
         marks = self._text._marks

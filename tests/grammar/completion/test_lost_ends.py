@@ -53,7 +53,9 @@ class Forgetful:
     def is_free(self, state: int, remaining: int) -> bool:
         return False
 
-    def row(self, state: int, remaining: int, probe: Probe) -> NDArray[np.int32]:
+    def row(
+        self, state: int, remaining: int, probe: Probe, legal: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         return full_row(SIZE)
 
     def admits(self, state: int, token_id: int, remaining: int, probe: Probe) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.completion.search import Scan, SearchEndings, SearchTokens
@@ -107,6 +108,37 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
             assert not matcher.has_lost_end
             length += 1
         assert length <= budget
+
+
+def test_rows_inside_a_string_cost_one_mask_and_few_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However near the end is: what was found at its first letter holds for the others."""
+    fill, takes, asked = LLGuidanceMatcher._fill, LLGuidanceMatcher.takes, Counter[str]()
+
+    def counted_fill(matcher: LLGuidanceMatcher, row: Any) -> None:
+        asked["fill"] += 1
+        fill(matcher, row)
+
+    def counted_takes(matcher: LLGuidanceMatcher, token_ids: Any) -> bool:
+        asked["takes"] += 1
+        return takes(matcher, token_ids)
+
+    monkeypatch.setattr(LLGuidanceMatcher, "_fill", counted_fill)
+    monkeypatch.setattr(LLGuidanceMatcher, "takes", counted_takes)
+    compiled = compiled_of("closed")
+    matcher = CompletingGrammar(compiled, endings_of(compiled), 60).new_matcher()
+    text = b'{"a": true, "b": ["'
+    for byte in text:
+        legal(matcher, EOS + 1)
+        assert matcher.accept_token(byte)
+    legal(matcher, EOS + 1)
+    asked.clear()
+    for _ in range(len(text), 55):
+        assert EOS not in legal(matcher, EOS + 1)
+        assert matcher.accept_token(ord("x"))
+    assert asked["fill"] == 55 - len(text)
+    assert asked["takes"] <= 3 * (55 - len(text))
 
 
 REQUIRED: dict[str, dict[str, Any]] = {
