@@ -20,6 +20,8 @@ from tests.models.heads.heads import write_eagle3
 from tests.pictures.sighted import FAMILIES, ask, picture, sighted
 
 LENGTH = 12
+AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SOME = ("internvl", "qwen2_vl", "qwen3_vl")
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 CAT, DOG = picture(1, (24, 16)), picture(2, (16, 32))
 TWO = ask("the cat", CAT, "and the dog", DOG, "What is it?")
@@ -52,7 +54,10 @@ def test_texts_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "auto"), ("qwen3_vl", "auto")],
+    [
+        *(("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "stock")),
+        *((family, "packed") for family in AXES),
+    ],
 )
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "chain:grammar_forced+ngram"])
 def test_drafts_change_nothing(family: str, kernels: str, proposer: str) -> None:
@@ -63,7 +68,8 @@ def test_drafts_change_nothing(family: str, kernels: str, proposer: str) -> None
 
 @pytest.mark.parametrize("own_embedding", [False, True])
 @pytest.mark.parametrize(
-    ("family", "kernels"), [("llava", "packed"), ("llava", "stock"), ("qwen2_vl", "auto")]
+    ("family", "kernels"),
+    [("llava", "packed"), ("llava", "stock"), ("qwen2_vl", "auto"), ("qwen3_vl", "stock")],
 )
 def test_a_head_reads_pictures_too(
     tmp_path: Path,
@@ -89,7 +95,7 @@ def test_a_draft_model_reads_placeholders() -> None:
 @given(
     st.integers(1, 40),
     st.integers(1, 4),
-    st.sampled_from([("internvl", "packed"), ("internvl", "stock"), ("qwen3_vl", "auto")]),
+    st.sampled_from([(family, form) for family in SOME for form in ("packed", "stock")]),
 )
 def test_prompts_in_pieces(pieces: int, num_slots: int, form: tuple[str, str]) -> None:
     family, kernels = form

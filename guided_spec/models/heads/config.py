@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Co
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.pictures.axes import NUM_AXES
 from guided_spec.models.target import TargetLayers
 from guided_spec.types import require_int
 
@@ -39,7 +40,8 @@ FIELDS = (
 # Rotary embeddings that are made for a text's length as it grows, or for one head_dim, stay the
 # target's own; a head has the plain one then.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-ROPE_EXTRAS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+SECTIONS = ("mrope_section", "mrope_interleaved")  # of positions of three axes
+ROPE_EXTRAS = ("partial_rotary_factor", *SECTIONS)
 WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
 
@@ -76,6 +78,7 @@ def build_head_config(
         )
     fields = FIELDS + (WINDOW_FIELDS if values.get("layer_types") else ())
     known = {name: values[name] for name in fields if values.get(name) is not None}
+    sections = _take_sections(known)
     try:
         config = _construct(CLASSES[model_type], known)
     except Exception as error:  # transformers validates with several classes of exception
@@ -90,9 +93,28 @@ def build_head_config(
             f"{source}: rope_type of its layers: expected one of default, "
             f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}, found {rope_type!r}; pass a head for text"
         )
+    parts, half = sections.get(SECTIONS[0]), config.head_dim // 2
+    if parts is not None and (len(parts) != NUM_AXES or sum(parts) != half):
+        expected = f"expected {NUM_AXES} parts of a half head's {half} numbers"
+        raise ModelError(f"{source}: {SECTIONS[0]}: {expected}, found {parts}; correct it")
+    config.rope_parameters |= sections
     text_config: Any = target.config.get_text_config(decoder=True)
     config._attn_implementation = text_config._attn_implementation
     return config
+
+
+def _take_sections(known: dict[str, Any]) -> dict[str, Any]:
+    """Take from the fields what turns with which of three axes, which no class of layers knows.
+
+    What is left is the rotary embedding of a text's positions.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = known.get(name)
+        if isinstance(rope, dict) and isinstance(rope.get(SECTIONS[0]), list):
+            plain = {key: value for key, value in rope.items() if key not in SECTIONS}
+            known[name] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
+            return {key: rope[key] for key in SECTIONS if key in rope}
+    return {}
 
 
 def _construct(config_class: Any, known: dict[str, Any]) -> Any:

@@ -152,6 +152,10 @@ def test_offsets_that_are_all_zero_are_no_vocabulary(tmp_path: Path) -> None:
     [
         ({"rope_scaling": {"type": "mrope"}}, "rope_type of its layers: expected .*'mrope'"),
         (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},
+            r"mrope_section: expected 3 parts of a half head's 4 numbers, found \[1, 1, 1\]",
+        ),
+        (
             {"transformer_layer_config": {"model_type": "deepseek_v3"}},
             "model_type of its layers: expected one of llama, qwen3, found 'deepseek_v3'",
         ),
