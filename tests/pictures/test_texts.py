@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from guided_spec.engine.llm import LLM
 from guided_spec.models.causal_lm import stock_lm
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.types import SamplingParams
 from tests.models.heads.heads import write_eagle3
@@ -107,18 +106,6 @@ def test_prompts_in_pieces(pieces: int, num_slots: int, form: tuple[str, str]) -
 @cache
 def once(family: str) -> list[list[int]]:
     return expected(family, PROMPTS[:3])
-
-
-def test_positions_of_three_axes_are_needed(caplog: pytest.LogCaptureFixture) -> None:
-    """A slot's next text, of pictures or not, has its own positions, and so have equal prompts."""
-    one = sighted("qwen2_5_vl")
-    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[0], PROMPTS[0], PROMPTS[2]]
-    with caplog.at_level("INFO"), one.llm("ngram", max_batch_size=2) as llm:
-        assert texts(llm, prompts) == expected("qwen2_5_vl", prompts)
-    assert "positions of pictures have three axes" in caplog.text
-    with pytest.MonkeyPatch.context() as patch, one.llm() as llm:
-        patch.setattr(SlotAxes, "put", lambda *_: None)
-        assert texts(llm, PROMPTS[:1]) != expected("qwen2_5_vl", PROMPTS[:1])
 
 
 def test_requests_that_lose_their_blocks_go_on() -> None:

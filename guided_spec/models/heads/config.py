@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.pictures.axes import NUM_AXES
-from guided_spec.models.target import TargetLayers
+from guided_spec.models.target import TargetLayers, find_decoder
 from guided_spec.types import require_int
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -245,7 +245,9 @@ def start_modules(build: Callable[[], Head], target: PreTrainedModel) -> Head:
     try:
         with torch.device(target.device):
             head = build().float()
-        rule: Any = target
+        # The layers' own class: what puts an output head on those of pictures is of another.
+        rule: Any = find_decoder(target)
+        rule = rule if isinstance(rule, PreTrainedModel) else target
         for module in head.modules():
             rule._init_weights(module)
         _run_once(head, target)

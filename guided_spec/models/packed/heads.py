@@ -28,9 +28,17 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.pictures.axes import split_by, split_of
+from guided_spec.models.pictures.vision import WITH_AXES
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
+
+
+KNOWN_MODULES = {
+    *(kind.__module__ for kind in FAMILY),
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in WITH_AXES),
+}
+"""Of transformers, with layers that have a packed form."""
 
 
 class PackedEagle3:
@@ -160,8 +168,9 @@ class PackedMtp:
         if module is None:
             return False
         layer = module.layer
-        is_known = type(layer).__module__ in {kind.__module__ for kind in FAMILY}
-        if not is_known or hasattr(layer, "pre_feedforward_layernorm"):
+        if type(layer).__module__ not in KNOWN_MODULES or hasattr(
+            layer, "pre_feedforward_layernorm"
+        ):
             return False
         attention = layer.self_attn
         is_whole = not (getattr(attention, "sliding_window", None) or hasattr(attention, "sinks"))
