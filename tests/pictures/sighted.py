@@ -122,13 +122,26 @@ def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     torch.manual_seed(seed)
     config = _config(family, len(processor.tokenizer) + 9, processor)
     if head_dim is not None:
-        config.text_config.head_dim = head_dim
+        _set_head_dim(config.text_config, head_dim)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
     for name, one in model.named_parameters():
         if "newline" in name:
             one.data.normal_(0, 0.5)
     return Sighted(model, processor)
+
+
+def _set_head_dim(config: Any, head_dim: int) -> None:
+    """Some families have one that follows from the number of heads."""
+    rope, before = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    if "mrope_section" in rope:
+        sections = [part * head_dim // before for part in rope["mrope_section"]]
+        config.rope_parameters = {**rope, "mrope_section": sections}
+    if hasattr(config, "head_dim"):
+        config.head_dim = head_dim
+    else:
+        config.num_attention_heads = config.hidden_size // head_dim
+        config.num_key_value_heads = 1
 
 
 def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:

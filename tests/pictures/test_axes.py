@@ -23,6 +23,7 @@ from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.ops.attention.slot_attention import SlotIndex
 from guided_spec.ops.side_stream import SideStream
 from guided_spec.types import SamplingParams
+from tests.pictures.axes_lines import compared
 from tests.pictures.sighted import ask, sighted
 from tests.pictures.test_texts import AXES, CAT, DOG, LONG, PROMPTS, expected, texts
 
@@ -59,6 +60,13 @@ def test_a_slot_has_the_positions_of_its_text(family: str) -> None:
     with pytest.MonkeyPatch.context() as patch, one.llm() as llm:
         patch.setattr(SlotAxes, "put", lambda *_: None)
         assert texts(llm, PROMPTS[:1]) != expected(family, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", AXES)
+def test_logits_are_those_of_the_stock_modules(family: str, dtype: torch.dtype) -> None:
+    for one in compared(family, "cpu", dtype):
+        assert one.error < (1e-5 if dtype == torch.float32 else 0.05)
 
 
 def swapped(split: Tensor) -> Tensor:

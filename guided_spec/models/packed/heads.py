@@ -33,7 +33,6 @@ from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
-
 KNOWN_MODULES = {
     *(kind.__module__ for kind in FAMILY),
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in WITH_AXES),
