@@ -28,14 +28,14 @@ from guided_spec.models.packed.decoder import (
 from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.pictures.axes import split_by, split_of
-from guided_spec.models.pictures.vision import WITH_AXES
+from guided_spec.models.pictures.vision import SERVED
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
 KNOWN_MODULES = {
     *(kind.__module__ for kind in FAMILY),
-    *(f"transformers.models.{kind}.modeling_{kind}" for kind in WITH_AXES),
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in SERVED),
 }
 """Of transformers, with layers that have a packed form."""
 
