@@ -26,29 +26,34 @@ from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
 
-SERVED = {
-    "idefics3": "text_model",
-    "smolvlm": "text_model",
-    "llava": "language_model",
-    "llava_next": "language_model",
-    "internvl": "language_model",
-    "mistral3": "language_model",
-    "qwen2_vl": "language_model",
-    "qwen2_5_vl": "language_model",
-    "qwen3_vl": "language_model",
-    "qwen3_vl_moe": "language_model",
-}
-"""By model_type, the name of the language model in ``model.model``: families of causal attention.
-"""
-WITH_AXES: dict[str, Any] = {
-    "qwen2_vl": Qwen2ForCausalLM,
-    "qwen2_5_vl": Qwen2ForCausalLM,
-    "qwen3_vl": Qwen3ForCausalLM,
-    "qwen3_vl_moe": Qwen3ForCausalLM,
-}
-"""Those whose positions have three axes, and what puts an output head on their language model."""
 
-_DEEP = ("qwen3_vl", "qwen3_vl_moe")  # whose first layers take features too
+class _Family(NamedTuple):
+    """How a family of causal attention is taken apart.
+
+    language: the name of its language model in ``model.model``. headed: where positions have three
+    axes, what puts an output head on that; else None. is_deep: whether its first layers take
+    features too.
+    """
+
+    language: str = "language_model"
+    headed: Any = None
+    is_deep: bool = False
+
+
+SERVED = {
+    "idefics3": _Family("text_model"),
+    "smolvlm": _Family("text_model"),
+    "llava": _Family(),
+    "llava_next": _Family(),
+    "internvl": _Family(),
+    "mistral3": _Family(),
+    "qwen2_vl": _Family(headed=Qwen2ForCausalLM),
+    "qwen2_5_vl": _Family(headed=Qwen2ForCausalLM),
+    "qwen3_vl": _Family(headed=Qwen3ForCausalLM, is_deep=True),
+    "qwen3_vl_moe": _Family(headed=Qwen3ForCausalLM, is_deep=True),
+}
+"""By model_type: the families whose pictures are read."""
+
 _BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
@@ -88,17 +93,17 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
     did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
     """
-    kind = model.config.model_type
-    if kind not in SERVED:
+    family = SERVED.get(model.config.model_type)
+    if family is None:
         return SplitModel(model, Sight(_refusal(model.config)))
     if len({one.device for one in model.parameters()}) != 1:
         raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
     with errors_naming(model, "its language model cannot be told from its vision tower"):
-        language, table = _language_of(model, num_rows)
+        language, table = _language_of(model, family, num_rows)
         _try(model, language)
-    tower = VisionTower(model)
+    tower = VisionTower(model, family)
     sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
-    return SplitModel(language, sight, rows, tower if kind in WITH_AXES else None)
+    return SplitModel(language, sight, rows, tower if family.headed else None)
 
 
 def _refusal(config: Any) -> str:
@@ -121,16 +126,17 @@ def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
     require_close(model, [found], [own], "of its language model alone")
 
 
-def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmbedding]:
-    decoder = getattr(model.model, SERVED[model.config.model_type])
+def _language_of(
+    model: Any, family: _Family, num_rows: int
+) -> tuple[PreTrainedModel, PictureEmbedding]:
+    decoder = getattr(model.model, family.language)
     stock = decoder.get_input_embeddings()
     if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
         raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
     text_config = decoder.config
-    kind = model.config.model_type
     with torch.device("meta"):
-        if kind in WITH_AXES:  # their own configurations lack some of its fields
-            language: Any = WITH_AXES[kind](WITH_AXES[kind].config_class(num_hidden_layers=1))
+        if family.headed:  # their own configurations lack some of its fields
+            language: Any = family.headed(family.headed.config_class(num_hidden_layers=1))
             language.config, language.vocab_size = text_config, text_config.vocab_size
         else:
             known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -139,7 +145,8 @@ def _language_of(model: Any, num_rows: int) -> tuple[PreTrainedModel, PictureEmb
     own._modules = dict(decoder._modules)
     tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
     table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
-    table.deepen(len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())))
+    if family.is_deep:
+        table.deepen(len(model.config.vision_config.deepstack_visual_indexes))
     if tied:
         model.lm_head.weight.data = stock.weight.data
     own.set_input_embeddings(table)
@@ -162,12 +169,13 @@ def _rows_of(level: Any) -> Tensor:
 class VisionTower:
     """What a model makes of a picture; it keeps nothing."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, family: _Family) -> None:
         self._model: Any = model
+        self._family = family
         inner: Any = model.model
         self._names = set(inspect.signature(inner.get_image_features).parameters)
         self._takes_kinds = False
-        if model.config.model_type in WITH_AXES:
+        if family.headed:
             names = inspect.signature(inner.get_rope_index).parameters
             self._takes_kinds = "mm_token_type_ids" in names
 
@@ -181,7 +189,7 @@ class VisionTower:
         with errors_naming(model, "its vision tower failed"):
             found = model.get_image_features(**self._inputs(picture.inputs), return_dict=True)
             levels = [found.pooler_output]
-            if model.config.model_type in _DEEP:
+            if self._family.is_deep:
                 levels += found.deepstack_features
             rows = torch.stack([_rows_of(level) for level in levels], 1)
         if len(rows) != picture.count:
