@@ -454,7 +454,7 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:
     if isinstance(model, str | Path):
-        return load_model(model, **load)
+        return load_model(model, pictures=True, **load)
     for name, value in load.items():
         fix = "the model is loaded already: load it that way, or pass its folder or hub id"
         raise ConfigError(name, value, fix)

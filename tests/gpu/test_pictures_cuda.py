@@ -31,7 +31,7 @@ def on_cuda(family: str) -> tuple[Sighted, Sighted]:
 
 
 @pytest.mark.parametrize("proposer", ["none", "chain:grammar_forced+ngram"])
-@pytest.mark.parametrize("family", [*PLAIN, *AXES])
+@pytest.mark.parametrize("family", [*PLAIN, *AXES, "qwen3_5_moe"])
 def test_texts_are_those_of_transformers(
     family: str, proposer: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.stock.slots import SlotInputs
+from guided_spec.models.target import capture_hidden, find_decoder
 from tests.pictures.sighted import sighted
 
 ROWS = 6  # a picture of two by three
@@ -23,10 +24,11 @@ LENGTH = BEFORE + ROWS + AFTER
 # Pieces of both texts: tokens that stay, and that do not.
 PIECES = ((5, 0), (6, 2), (1, 0), (2, 3), (1, 0), (1, 1), (2, 0))
 WIDTH = 6
+LAYERS = (0, 1, 2, -1)  # of which the hidden states are asked for
 
 
 class Compared(NamedTuple):
-    """[T, V]: logits of a text over slots, and by the stock modules. rows: where its picture is."""
+    """[T, X]: logits of a text over slots, or hidden states, and by the stock modules."""
 
     found: Tensor
     expected: Tensor
@@ -57,7 +59,7 @@ def compared(family: str, device: str, dtype: torch.dtype) -> Iterator[Compared]
     assert isinstance(lm, LineLM)
     assert lm.runs_as == "packed forwards"
     assert lm.axes is not None
-    for _ in lm.capture(()):
+    for _ in lm.capture(LAYERS):
         pass
     table = language.get_input_embeddings()
     random = torch.Generator().manual_seed(4)
@@ -75,24 +77,39 @@ def compared(family: str, device: str, dtype: torch.dtype) -> Iterator[Compared]
         given = ids.to(device)[None]
         position_ids = wholes[slot].to(device).unsqueeze(1)
         more = table.deep_arguments(given) if slot == 2 else {}
-        own = language(input_ids=given, position_ids=position_ids, use_cache=False, **more)
-        yield Compared(found[slot], own.logits[0])
+        arguments = {"input_ids": given, "position_ids": position_ids, "use_cache": False, **more}
+        with capture_hidden(find_decoder(language), LAYERS) as captured:
+            own = language(**arguments)
+        logits, hidden = found[slot]
+        yield Compared(logits, own.logits[0])
+        yield Compared(hidden, torch.cat(captured, -1)[0])
 
 
-def feed(lm: LineLM, texts: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The logits of each slot's text; after each piece come tokens that do not stay."""
-    start, found = 0, {slot: list[Tensor]() for slot in texts}
+class Fed(NamedTuple):
+    """[T, V] and [T, len(LAYERS) * H], of a slot's text."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+def feed(lm: LineLM, texts: dict[int, Tensor]) -> dict[int, Fed]:
+    """What each slot's text gives; after each piece come tokens that do not stay."""
+    start, found = 0, {slot: list[Fed]() for slot in texts}
     for staying, others in PIECES:
         fed = torch.ones(len(texts), WIDTH + 3, dtype=torch.int64)
         for row, ids in enumerate(texts.values()):
             fed[row, :staying] = ids[start : start + staying]
         count = staying + others
         inputs = SlotInputs(fed, [*texts], [start] * len(texts), [count] * len(texts))
-        logits = lm.forward(inputs).logits
+        logits, hidden = lm.forward(inputs, hidden_layers=LAYERS)
         lm.commit([staying] * len(texts), [count] * len(texts))
         assert logits is not None
+        assert hidden is not None
         for row, slot in enumerate(texts):
-            found[slot].append(logits[row, :staying].clone())
+            found[slot].append(Fed(logits[row, :staying].clone(), hidden[row, :staying].clone()))
         start += staying
     assert start == LENGTH
-    return {slot: torch.cat(parts) for slot, parts in found.items()}
+    return {
+        slot: Fed(*(torch.cat(parts) for parts in zip(*fed, strict=True)))
+        for slot, fed in found.items()
+    }

@@ -25,7 +25,7 @@ from guided_spec.ops.side_stream import SideStream
 from guided_spec.types import SamplingParams
 from tests.pictures.axes_lines import compared
 from tests.pictures.sighted import ask, sighted
-from tests.pictures.test_texts import AXES, CAT, DOG, LONG, PROMPTS, expected, texts
+from tests.pictures.test_texts import AXES, CAT, DOG, HYBRIDS, LONG, PROMPTS, expected, texts
 
 FORMS = {
     "packed forwards": "auto",
@@ -44,6 +44,8 @@ def test_texts_are_those_of_transformers(
     family: str, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if form == "stock modules over blocks":
+        if family in HYBRIDS:
+            pytest.skip("a state of its own is in no block")
         make_blocks_only(monkeypatch)
     with caplog.at_level("INFO"), sighted(family).llm("ngram", kernels=FORMS[form]) as llm:
         assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected(family, PROMPTS)
@@ -152,7 +154,7 @@ def test_a_prefix_is_shared_with_its_pictures(family: str) -> None:
         found = llm.generate([request.prompt for request in requests], params)
     assert first == expected(family, prompts[:1])
     assert [each.completions[0].token_ids for each in found] == expected(family, prompts)
-    assert all(each.stats.cached_tokens >= BLOCK for each in found)
+    assert all((each.stats.cached_tokens >= BLOCK) == (family not in HYBRIDS) for each in found)
 
 
 @pytest.mark.parametrize("family", AXES)
@@ -167,7 +169,7 @@ def test_copies_of_a_prompt_go_on_alike(family: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "packed"])
-@pytest.mark.parametrize("family", AXES)
+@pytest.mark.parametrize("family", [one for one in AXES if one not in HYBRIDS])
 def test_requests_that_lose_their_blocks_go_on(family: str, kernels: str) -> None:
     one, params = sighted(family), SamplingParams(max_tokens=120, ignore_eos=True)
     token = stock_lm(split_vision(one.model, 1).language, 1, 64).kv_bytes_per_token
