@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_365,  # 580 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_755,  # 5 more: tokens that a device drew freely
-    "models": 12_290,  # 1,310 more: latent attention, experts in groups, MTP, pictures, their axes
+    "models": 12_340,  # 1,360 more: latent attention, experts in groups, MTP, pictures, their axes
     "ops": 8_300,  # 730 more: latent and chunked attention, experts in groups, axes, their kernels
     "proposers": 3_250,
     "server": 5_095,  # 185 more: usual fields of clients, faults of inner fields, pictures

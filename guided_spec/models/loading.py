@@ -95,11 +95,10 @@ def load_model(  # noqa: PLR0913 - how a model is loaded
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
         raise gguf_failure(path, argument, error) from error
-    model.eval()
-    assert isinstance(model, PreTrainedModel)
-    loaded = (path, model.device, model.dtype, time.perf_counter() - began)
-    _LOG.info("loaded %s on %s as %s in %.1f s", *loaded)
-    return model
+    loaded: PreTrainedModel = model.eval()
+    about = (path, loaded.device, loaded.dtype, time.perf_counter() - began)
+    _LOG.info("loaded %s on %s as %s in %.1f s", *about)
+    return loaded
 
 
 @contextmanager
