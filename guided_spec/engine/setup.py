@@ -378,6 +378,7 @@ def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> Proposer
         device=target.device,
         dtype=target.dtype,
         blocks=target.blocks,
+        axes=target.axes,
     )
 
 

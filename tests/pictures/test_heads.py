@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotLimits
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.pictures.vision import split_vision
@@ -46,8 +46,11 @@ def logits_over_slots(form: Any, language: Any, tokens: list[int], states: Tenso
     target = make_causal_lm(language, num_slots=2, max_length=32)
     assert target.axes is not None
     target.axes.put(1, PLACES[:, :6])
-    where: Any = {"device": CPU, "dtype": torch.float32, "blocks": target.blocks}
-    head = PackedSlotHead(form, SlotLimits(2, 32), **where)
+    where: Any = {"device": CPU, "dtype": torch.float32}
+    if isinstance(form, PackedEagle3 | PackedMtp):
+        head: Any = PackedSlotHead(form, SlotLimits(2, 32), blocks=target.blocks, **where)
+    else:
+        head = SlotHead(form, SlotLimits(2, 32), axes=target.axes, **where)
     target.grow(1, 32)
     head.read([1], [tokens[:5]], [states[:5]])  # in pieces
     head.read([1], [tokens[5:-1]], [states[5:-1]])
@@ -92,8 +95,10 @@ def test_mtp(family: str) -> None:
     form = PackedMtp.of(head, 32)
     assert form is not None
     tokens, states = drawn(language, head)
-    found = logits_over_slots(form, language, tokens, states)
-    torch.testing.assert_close(found, logits_by_itself(head, tokens, states), rtol=1e-4, atol=1e-4)
+    expected = logits_by_itself(head, tokens, states)
+    for one in (form, head):  # packed, and by its stock modules
+        found = logits_over_slots(one, language, tokens, states)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["default", "mrope"])
