@@ -93,27 +93,28 @@ def build_head_config(
             f"{source}: rope_type of its layers: expected one of default, "
             f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}, found {rope_type!r}; pass a head for text"
         )
-    parts, half = sections.get(SECTIONS[0]), config.head_dim // 2
-    if parts is not None and (len(parts) != NUM_AXES or sum(parts) != half):
+    parts, half = sections.get(SECTIONS[0], []), config.head_dim // 2
+    if len(parts) == NUM_AXES and sum(parts) == half:
+        config.rope_parameters |= {key: sections[key] for key in SECTIONS if key in sections}
+    elif "mrope" in sections.values():  # else a part of a head turns, which these layers ignore
         expected = f"expected {NUM_AXES} parts of a half head's {half} numbers"
         raise ModelError(f"{source}: {SECTIONS[0]}: {expected}, found {parts}; correct it")
-    config.rope_parameters |= sections
     text_config: Any = target.config.get_text_config(decoder=True)
     config._attn_implementation = text_config._attn_implementation
     return config
 
 
 def _take_sections(known: dict[str, Any]) -> dict[str, Any]:
-    """Take from the fields what turns with which of three axes, which no class of layers knows.
+    """The rotary embedding among the fields, if it says what turns with which of three axes.
 
-    What is left is the rotary embedding of a text's positions.
+    No class of layers knows that: what is left in the fields is that of a text's positions.
     """
     for name in ("rope_parameters", "rope_scaling"):
         rope = known.get(name)
         if isinstance(rope, dict) and isinstance(rope.get(SECTIONS[0]), list):
             plain = {key: value for key, value in rope.items() if key not in SECTIONS}
             known[name] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
-            return {key: rope[key] for key in SECTIONS if key in rope}
+            return rope
     return {}
 
 
