@@ -415,6 +415,7 @@ class ProposerContext:
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
     blocks: the block tables of the target's keys and values, for proposers that keep their own by
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
+    axes: a ``guided_spec.models.pictures.axes.SlotAxes`` of the target's texts, or None.
     window: in which CUDA graphs may be captured, a
         ``guided_spec.models.packed.graph_pool.CaptureWindow``; None never closes.
     """
@@ -431,4 +432,5 @@ class ProposerContext:
     argument: str = ""
     draft: Any = None
     blocks: Any = None
+    axes: Any = None
     window: Any = None

@@ -18,8 +18,8 @@ BUDGETS = {
     "grammar": 22_410,  # 625 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_755,  # 5 more: tokens that a device drew freely
-    "models": 12_105,  # 1,125 more: latent attention, experts in groups, MTP, pictures
-    "ops": 8_260,  # 690 more: latent and chunked attention, experts in groups, and their kernels
+    "models": 12_360,  # 1,380 more: latent attention, experts in groups, MTP, pictures, their axes
+    "ops": 8_300,  # 730 more: latent and chunked attention, experts in groups, axes, their kernels
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures
     "trace": 785,  # 25 more: axes with numbers

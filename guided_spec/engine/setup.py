@@ -51,7 +51,6 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
 from guided_spec.models.pictures.vision import SplitModel, split_vision
-from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -186,7 +185,7 @@ def _load_target(
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
     has_draft_model = is_asked and _is_model(draft, model)
     plan_texts = partial(plan_slots, model, has_draft_model=has_draft_model)
-    if is_packed_on(model.device, config.kernels) and split.tower is None:
+    if is_packed_on(model.device, config.kernels):
         plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
@@ -379,6 +378,7 @@ def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> Proposer
         device=target.device,
         dtype=target.dtype,
         blocks=target.blocks,
+        axes=target.axes,
     )
 
 
@@ -408,9 +408,7 @@ def _describe(engine: Engine) -> str:
         return f"{target.runs_as}, for {target.reason}"
     if target.blocks is None:
         reason = "no other form fits it"
-        if isinstance(target, SlotLM) and target.has_axes:
-            reason = "positions of pictures have three axes"
-        elif not is_packed_on(target.device, config.kernels):
+        if not is_packed_on(target.device, config.kernels):
             reason = f"kernels={config.kernels!r} on {target.device.type}"
         return (
             f"{target.runs_as} ({reason}), {target.num_slots} slots of {target.max_length} tokens"
@@ -457,7 +455,7 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:
     if isinstance(model, str | Path):
-        return load_model(model, **load)
+        return load_model(model, pictures=True, **load)
     for name, value in load.items():
         fix = "the model is loaded already: load it that way, or pass its folder or hub id"
         raise ConfigError(name, value, fix)

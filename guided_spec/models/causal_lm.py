@@ -15,6 +15,7 @@ from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slot_trial import MissingRowError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
@@ -32,6 +33,7 @@ class CausalLM(Protocol):
     is_packed: whether it is a ``LineLM``. runs_as: what computes, in words.
     has_linear_state: whether going back needs ``save_states``.
     shares_prefixes: whether texts with the same beginning may have blocks in common.
+    axes: the positions of texts with pictures, where they have three axes; else None.
     """
 
     model: PreTrainedModel
@@ -42,6 +44,9 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     vocab_size: int
     blocks: Blocks | None
+
+    @property
+    def axes(self) -> SlotAxes | None: ...
 
     @property
     def is_packed(self) -> bool: ...
@@ -180,12 +185,15 @@ def make_causal_lm(  # noqa: PLR0913 - how a model is kept
         if isinstance(lm, TextLM):
             logger.warning("%s. It runs one text at a time instead.", lm.reason)
         return lm
+    blocks = shared_blocks or Blocks(num_slots, max_length, model.device, num_blocks)
+    if shared_blocks is None:
+        blocks.axes = SlotAxes.of(model, num_slots, max_length, blocks.side)
     # Without graphs there is nothing to fill a forward up for, other than in tests.
     is_padded = model.device.type == "cuda" or kernels == "packed"
     return LineLM(
         model,
         found,
-        shared_blocks or Blocks(num_slots, max_length, model.device, num_blocks),
+        blocks,
         num_slots=num_slots,
         max_length=max_length,
         is_guest=shared_blocks is not None,

@@ -32,7 +32,7 @@ from guided_spec.models.checkpoint import (
 )
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
-from guided_spec.models.pictures.vision import is_vision_config
+from guided_spec.models.pictures.vision import is_vision_config, may_read_pictures
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _UNTRUSTED = {"trust_remote_code": False}  # else transformers asks at the termi
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # by model_type: what transformers calls the same model
 
 
-def load_model(
+def load_model(  # noqa: PLR0913 - how a model is loaded
     path: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
@@ -49,6 +49,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     tp_plan: str | dict[str, str] | None = None,
     argument: str = "model",
+    pictures: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a causal LM for inference.
@@ -62,6 +63,8 @@ def load_model(
     device_map: spread the layers over devices instead, as accelerate does ("auto").
     tp_plan: split each layer over the processes of torchrun instead ("auto").
     argument: its name in errors, as the caller knows it.
+    pictures: whether a model that may be loaded for text alone, such as Qwen 3.5, is to have its
+        vision tower where it can be used: on one device, with plain weights.
     options: further arguments of ``from_pretrained``: attn_implementation, revision,
         trust_remote_code, quantization_config, ... Of an adapter, the revision is the adapter's.
 
@@ -85,18 +88,17 @@ def load_model(
             if gguf is not None:
                 model = _load_gguf(path, gguf, arguments, place)
             elif adapter is None:
-                model = _load_whole(path, arguments, place)
+                model = _load_whole(path, arguments, place, pictures=pictures)
             else:
                 model = _load_merged(path, adapter, arguments, place, argument)
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
         raise gguf_failure(path, argument, error) from error
-    model.eval()
-    assert isinstance(model, PreTrainedModel)
-    loaded = (path, model.device, model.dtype, time.perf_counter() - began)
-    _LOG.info("loaded %s on %s as %s in %.1f s", *loaded)
-    return model
+    loaded: PreTrainedModel = model.eval()
+    about = (path, loaded.device, loaded.dtype, time.perf_counter() - began)
+    _LOG.info("loaded %s on %s as %s in %.1f s", *about)
+    return loaded
 
 
 @contextmanager
@@ -113,11 +115,19 @@ def _without_bars() -> Iterator[None]:
         transformers.logging.set_tqdm_hook(before)
 
 
-def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:
+def _load_whole(
+    path: str | Path,
+    arguments: dict[str, Any],
+    target: torch.device | None,
+    *,
+    pictures: bool = False,
+) -> Any:
     """target: where to put all of the model; None leaves that to ``arguments``."""
     config, arguments = _with_config(path, arguments)
+    is_plain = target is not None and not _is_quantized(config, arguments)
+    has_tower = is_vision_config(config) or (pictures and is_plain and may_read_pictures(config))
     if target is not None and _is_quantized(config, arguments):
-        has_fp8 = target.type in FP8_DEVICES and not is_vision_config(config)
+        has_fp8 = target.type in FP8_DEVICES and not has_tower
         recipe = _fp8_recipe(config, arguments) if has_fp8 else None
         loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
         if loaded is not None:
@@ -129,7 +139,7 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
         # Its weights may exist on one kind of device only: they are made there, and not moved.
         _require("accelerate", "parallel", "a quantized model")
         arguments, target = {**arguments, "device_map": {"": target}}, None
-    kind: Any = AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     model: Any = kind.from_pretrained(str(path), **arguments)
     return model if target is None else model.to(target)
 

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import Blocks, KeptShape, WholeSlots
+from guided_spec.models.packed.blocks import Blocks, KeptShape, WholeSlots, index_over
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder, refusing_waits
 from guided_spec.models.packed.packed_lm import PackedLM
 from guided_spec.models.slot_lm import stock_slots
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import StockSlots
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
+from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.kernels import has_triton
 
@@ -100,7 +100,8 @@ class PackedForm(NamedTuple):
                 if decoder is None:
                     return None
                 memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
-                tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
+                length = slots.cache.max_length
+                tables = WholeSlots(TRIAL_SLOTS, length, model.device, slots.axes)
                 tried = PackedLM(decoder, memory, tables)
                 if model.device.type == "cuda":
                     _compile_ahead(partial(trial.feed, tried.forward))
@@ -164,7 +165,7 @@ def _can_be_captured(
     ids = torch.tensor(PROBE, device=device)
     steps = torch.arange(len(PROBE), device=device)
     rows = torch.tensor([[0], [0], [len(PROBE)]], device=device)
-    index = SlotIndex(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
+    index = index_over(slots, torch.stack([0 * steps, steps]), rows)
     try:
         decoder.forward(ids, index, memory)
         if device.type == "cuda":  # the first one may have waited to set up libraries

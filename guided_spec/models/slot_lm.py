@@ -24,6 +24,7 @@ class WithoutBlocks:
 
     shares_prefixes = False
     blocks: Blocks | None = None
+    axes: SlotAxes | None = None
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
@@ -82,18 +83,10 @@ class SlotLM(WithoutBlocks):
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         super().__init__(model, num_slots, max_length)
         self._slots = stock_slots(model, num_slots, max_length)
-        SlotTrial(self._slots).check_stock()
-
-    @property
-    def has_axes(self) -> bool:
-        """Whether its positions have three axes."""
-        return self._slots.axes is not None
-
-    def keep_axes(self) -> SlotAxes:
-        """Read positions of three axes from now on: those that are put into what this returns."""
-        table: Any = self.model.get_input_embeddings()
-        axes = self._slots.axes = SlotAxes(self.num_slots, self.max_length, self.device, table)
-        return axes
+        trial = SlotTrial(self._slots)
+        trial.check_stock()
+        trial.leave()
+        self.axes = self._slots.axes
 
     @property
     def has_linear_state(self) -> bool:

@@ -97,6 +97,7 @@ class TargetLayers:
     config: the target's configuration of its text layers; not a copy.
     layer_class, norm_class: of its last decoder layer, and of its final norm.
     last: its last decoder layer.
+    counts_axes: whether its positions may have three axes.
     exact: parts of names of what the target's class keeps in float32: router biases.
 
     Raises ModelError for a target whose layers cannot be used alone.
@@ -118,6 +119,7 @@ class TargetLayers:
         self.layer_class: Any = type(self.last)
         self.norm_class: Any = type(decoder.norm)
         self._rotary: Any = decoder.rotary_emb
+        self.counts_axes = hasattr(self._rotary, "mrope_section")
         self.exact = set(target._keep_in_fp32_modules_strict or ())
         if target.dtype == torch.float16:
             self.exact |= set(target._keep_in_fp32_modules or ())
@@ -127,9 +129,10 @@ class TargetLayers:
     ) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions int64 [B, T], in the dtype and on the device of ``hidden``.
 
-        layer_type: of the layer that is to use them, for targets whose layers differ in that.
+        Or of [3, B, T], on each axis. layer_type: of the layer that is to use them, for targets
+        whose layers differ in that.
         """
-        if hasattr(self._rotary, "mrope_section"):
+        if self.counts_axes and position_ids.dim() == 2:
             # Time, height and width: the same for text, as the model itself makes them.
             position_ids = position_ids.expand(3, *position_ids.shape)
         rope = getattr(self.config, "rope_parameters", None) or {}

@@ -94,7 +94,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm (where there are norms) and rotate queries and keys, and keep keys and values.
 
-    packed: [N, shape.width], contiguous, modified. rotation: of all positions.
+    packed: [N, shape.width], contiguous, modified. rotation: of all positions, or on their axes.
     buffers: the layer's blocks, written to as ``slot_attention`` says. index: where the tokens go,
         and their positions.
 
@@ -108,8 +108,7 @@ def rotate_and_store(
     if _serves(packed):
         kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, index)
         return query
-    positions = index.positions.clamp_max(len(rotation.cos) - 1)
-    at = Rotation(rotation.cos[positions], rotation.sin[positions])
+    at = rotation.at(index)
     if shape.has_gates:
         turned = _rotate(torch.cat([query, key], 1), at, shape, norms)
         query.copy_(turned[:, : shape.queries])
@@ -131,6 +130,6 @@ def _rotate(heads: Tensor, rotation: Rotation, shape: QkvShape, norms: HeadNorms
     width = rotation.cos.shape[1]
     moving = values if width == shape.size else values[..., :width]
     low, high = moving.chunk(2, -1)
-    cos, sin = (part.float().unsqueeze(1) for part in rotation)
+    cos, sin = (part.float().unsqueeze(1) for part in rotation[:2])
     turned: Tensor = moving * cos + torch.cat([-high, low], -1) * sin
     return turned if width == shape.size else torch.cat([turned, values[..., width:]], -1)

@@ -144,14 +144,19 @@ def rotate_and_store(
     count, width = packed.shape
     if count == 0:
         return
-    cos, sin = rotation
+    cos, sin, axis_of = rotation
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
     num_heads, memory, turned = shape.queries + 2 * shape.keys, index.tables, cos.shape[1]
     tokens = index.tokens.contiguous()
+    axes, num_axes = tokens, 0
+    if axis_of is not None and index.axes is not None:
+        axes, num_axes = index.axes, index.axes.shape[1]
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         launch(_rotate, (count, triton.cdiv(num_heads, HEADS)), packed)(
             *(packed, cos, sin, len(cos), query, key, eps, *buffers, tokens),
             *(count, memory, memory.stride(0), index.max_length, buffers.keys.shape[2], width),
+            *(axes, tokens if axis_of is None else axis_of),
+            num_axes=num_axes,
             queries=shape.queries,
             keys_count=shape.keys,
             size=shape.size,
@@ -185,6 +190,9 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     max_length,
     block: tl.constexpr,
     width,
+    axes,
+    axis_of,
+    num_axes: tl.constexpr,
     queries: tl.constexpr,
     keys_count: tl.constexpr,
     size: tl.constexpr,
@@ -208,10 +216,15 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     line = (packed + token * width + column)[:, None]
     source = line + at[None, :]
     position = tl.load(tokens + count + token)
-    turn = tl.minimum(position, positions - 1) * turned + at
+    slot = tl.load(tokens + token)
+    turn = position
+    if num_axes > 0:
+        axis = tl.load(axis_of + at, mask=at < half, other=0)
+        line_of = (tl.maximum(slot, 0) * num_axes + axis) * (max_length + 1)
+        turn = tl.load(axes + line_of + tl.minimum(position, max_length), mask=at < half, other=0)
+    turn = tl.minimum(turn.to(tl.int64), positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
-    slot = tl.load(tokens + token)
     position = tl.minimum(position, max_length)
     found = tl.load(tables + slot * table_row + position // block, mask=slot >= 0, other=0)
     await_previous(IS_DEPENDENT)

@@ -361,7 +361,7 @@ Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
 
 
 def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Runner:
-    return _Runner(SlotHead(head, limits, **_where(context)))
+    return _Runner(SlotHead(head, limits, **_where(context), axes=context.axes))
 
 
 def _packed(

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -176,12 +177,17 @@ def fold(count: int, shape: DeltaShape) -> None:
     gated_delta(torch.empty(count, kept + gate, dtype=torch.bfloat16), layer, states, places)
 
 
-def turn(shape: QkvShape, part: int) -> None:
+def turn(shape: QkvShape, part: int, num_axes: int = 0) -> None:
     """Likewise, of three tokens; of each head one part of so many is turned."""
     packed = torch.empty(3, shape.width, dtype=torch.bfloat16)
     rotation = Rotation(*torch.empty(2, 256, shape.size // part, dtype=torch.bfloat16))
     line, rows = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
     places = SlotIndex(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
+    if num_axes:
+        split = torch.zeros(shape.size // part // 2, dtype=torch.int32)
+        rotation = rotation._replace(axis_of=split)
+        axes = torch.zeros(2, num_axes, 256, dtype=torch.int32)
+        places = replace(places, axes=axes)
     buffers = KeyValues(*torch.empty(2, 4, shape.keys, 64, shape.size, dtype=torch.bfloat16))
     norm = torch.empty(shape.size)
     rotate_and_store(packed, rotation, shape, HeadNorms(norm, norm, 1e-6), buffers, places)
@@ -293,6 +299,7 @@ def main() -> None:
             fold(count, DeltaShape(16, 32, 128, 128, 4))
         turn(QkvShape(32, 8, 128), 1)
         turn(QkvShape(16, 4, 256, has_gates=True), 4)
+        turn(QkvShape(32, 8, 128), 1, num_axes=3)
         for count in (1, 3, 64, 256):
             follow_tables(count)
         attend()

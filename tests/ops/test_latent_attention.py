@@ -145,7 +145,7 @@ def test_what_is_kept_is_what_transformers_caches(pairs: tuple[bool, bool]) -> N
     norm = DeepseekV3RMSNorm(widths.latent)
     norm.weight.data = data.keys.norm
     at = places.positions.clamp_max(CASE.max_length - 1)
-    cos, sin = (part[at].unsqueeze(0) for part in data.rotation)
+    cos, sin = (part[at].unsqueeze(0) for part in data.rotation[:2])
     query, key = data.query.rotary.transpose(0, 1).unsqueeze(0), key[None, None]
     if pairs == (True, True):
         half = widths.rotary // 2

@@ -45,7 +45,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_convolve": 1,
         "_fold_rows": 2,  # short rows, and long ones
         "_keep_and_gate": 1,
-        "_rotate": 2,  # whole heads, and parts beside gates
+        "_rotate": 3,  # whole heads, by axes as well, and parts beside gates
         "_attend": 1,
         "_score": 1,
         "_route_in_groups": 2,

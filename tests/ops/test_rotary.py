@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
+from guided_spec.models.packed.layer import rotation_table
+from guided_spec.models.pictures.axes import split_by
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -42,17 +49,18 @@ from tests.slot_lines import kept_positions
 for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
-            part = 4 if shape.has_gates and norms is not None else 1
-            packed, rotation, places = make(shape, spans, block, part=part)
-            buffers, expected = empty(shape, places, block), empty(shape, places, block)
-            turned = packed.clone()
-            rotate_and_store(turned, rotation, shape, norms, expected, places)
-            kernel(packed, rotation, shape, norms, buffers, places)
-            torch.testing.assert_close(packed, turned, rtol=1e-5, atol=1e-6)
-            kept = kept_positions(places, block)
-            for found, wanted in zip(buffers, expected):
-                found, wanted = found.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            for num_axes in (0, 3):
+                part = 4 if shape.has_gates and norms is not None else 1
+                packed, rotation, places = make(shape, spans, block, part=part, num_axes=num_axes)
+                buffers, expected = empty(shape, places, block), empty(shape, places, block)
+                turned = packed.clone()
+                rotate_and_store(turned, rotation, shape, norms, expected, places)
+                kernel(packed, rotation, shape, norms, buffers, places)
+                torch.testing.assert_close(packed, turned, rtol=1e-5, atol=1e-6)
+                kept = kept_positions(places, block)
+                for found, wanted in zip(buffers, expected):
+                    found, wanted = found.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+                    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 print("equal")
 """
 
@@ -73,13 +81,20 @@ def make(
     block: int = 4,
     *,
     part: int = 1,
+    num_axes: int = 0,
 ) -> Given:
     torch.manual_seed(len(spans))
     unused = Unused(2, 1)
     places = places_of(spans, make_tables(NUM_SLOTS, LENGTH, block), LENGTH, unused)
     packed = torch.randn(places.tokens.shape[1], shape.width)
     cos, sin = (torch.randn(LENGTH, -(-shape.size // part // 2)).repeat(1, 2) for _ in range(2))
-    return Given(packed, Rotation(cos, sin), places)
+    rotation = Rotation(cos, sin)
+    if num_axes:
+        axes = torch.randint(LENGTH + 2, (NUM_SLOTS, num_axes, LENGTH + 1), dtype=torch.int32)
+        places = replace(places, axes=axes)
+        split = torch.randint(num_axes, (cos.shape[1] // 2,), dtype=torch.int32)
+        rotation = rotation._replace(axis_of=split)
+    return Given(packed, rotation, places)
 
 
 def empty(shape: QkvShape, places: SlotIndex, block: int = 4) -> KeyValues:
@@ -105,7 +120,7 @@ def test_it_is_what_transformers_computes(shape: QkvShape, *, has_norms: bool, p
         norms = HeadNorms(stock[0].weight.detach(), stock[1].weight.detach(), 1e-6)
     slots, positions = places.tokens
     turns = places.positions.clamp_max(LENGTH - 1)
-    cos, sin = (part[turns].unsqueeze(0) for part in rotation)
+    cos, sin = (part[turns].unsqueeze(0) for part in rotation[:2])
     query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
     buffers = empty(shape, places)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)
@@ -121,6 +136,65 @@ def test_it_is_what_transformers_computes(shape: QkvShape, *, has_norms: bool, p
     kept |= ~kept_positions(places, 4)
     assert kept.sum() == 2 + 3 + 2 + NUM_SLOTS
     assert all(not buffer.transpose(1, 2)[~kept].any() for buffer in buffers)
+
+
+ROTARY: dict[str, Any] = {"qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl, "qwen3_5": qwen3_5}
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("sections", [[2, 3, 3], [4, 2, 2], [1, 1, 6]])
+def test_axes_are_those_of_transformers(family: str, sections: list[int]) -> None:
+    """Whichever numbers of a head turn with which axis."""
+    module, shape = ROTARY[family], QkvShape(4, 2, 16)
+    packed, _, places = make(shape, num_axes=3)
+    assert places.axes is not None
+    rotary = build_rotary(module, sections)
+    rotation = rotation_table(rotary, packed, LENGTH)
+    at = places.axes[places.tokens[0].clamp_min(0), :, places.positions.clamp_max(LENGTH)]
+    positions = at.T.unsqueeze(1).clamp_max(LENGTH - 1).long()
+    query, key, _ = packed.clone().view(1, len(packed), -1, 16).split([4, 2, 2], 2)
+    cos, sin = rotary(packed, positions)
+    expected, _ = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    found = rotate_and_store(packed, rotation, shape, None, empty(shape, places), places)
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-6)
+    # And as a head's own configuration says it.
+    rope = {"mrope_section": sections, "mrope_interleaved": family != "qwen2_vl"}
+    split = split_by(rope, packed.device)
+    assert split is not None
+    assert rotation.axis_of is not None
+    assert split.tolist() == rotation.axis_of.tolist()
+
+
+def build_rotary(module: Any, sections: list[int]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    names = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VLText", "qwen3_5": "Qwen3_5Text"}
+    name = names[module.__name__.split(".")[-2]]
+    config = SimpleNamespace(
+        rope_parameters={**rope, "partial_rotary_factor": 1.0},
+        **{"head_dim": 16, "max_position_embeddings": 64, "standardize_rope_params": None},
+    )
+    return getattr(module, f"{name}RotaryEmbedding")(config)
+
+
+def test_plain_texts_pay_nothing() -> None:
+    """Axes of texts are not looked at by a rotation that has one, nor are its axes without them."""
+    packed, rotation, places = make(SHAPES[0], num_axes=3)
+    assert rotation.axis_of is not None
+    for alone in (rotation._replace(axis_of=None), rotation):
+        where = replace(places, axes=None) if alone.axis_of is not None else places
+        buffers = empty(SHAPES[0], places)
+        found = rotate_and_store(packed.clone(), alone, SHAPES[0], None, buffers, where)
+        plain = make(SHAPES[0])
+        torch.manual_seed(0)
+        expected = rotate_and_store(
+            packed.clone(),
+            plain.rotation._replace(cos=rotation.cos, sin=rotation.sin),
+            SHAPES[0],
+            None,
+            empty(SHAPES[0], places),
+            plain.places,
+        )
+        assert torch.equal(found, expected)
 
 
 def test_bfloat16_is_rounded_once() -> None:

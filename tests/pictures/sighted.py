@@ -63,6 +63,16 @@ QWEN3: dict[str, Any] = {
     },
     "text_config": {"head_dim": 8, "rope_parameters": AXES},
 }
+HYBRID: dict[str, Any] = {
+    "vision_config": {k: v for k, v in QWEN3["vision_config"].items() if "deepstack" not in k},
+    "text_config": {
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_expert_intermediate_size": 16,
+        "rope_parameters": {**AXES, "partial_rotary_factor": 0.5},
+    },
+}
 GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -122,13 +132,27 @@ def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     torch.manual_seed(seed)
     config = _config(family, len(processor.tokenizer) + 9, processor)
     if head_dim is not None:
-        config.text_config.head_dim = head_dim
+        _set_head_dim(config.text_config, head_dim)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
     for name, one in model.named_parameters():
         if "newline" in name:
             one.data.normal_(0, 0.5)
     return Sighted(model, processor)
+
+
+def _set_head_dim(config: Any, head_dim: int) -> None:
+    """Some families have one that follows from the number of heads."""
+    own = getattr(config, "head_dim", None)
+    rope, before = config.rope_parameters, own or config.hidden_size // config.num_attention_heads
+    if "mrope_section" in rope:
+        sections = [part * head_dim // before for part in rope["mrope_section"]]
+        config.rope_parameters = {**rope, "mrope_section": sections}
+    if hasattr(config, "head_dim"):
+        config.head_dim = head_dim
+    else:
+        config.num_attention_heads = config.hidden_size // head_dim
+        config.num_key_value_heads = 1
 
 
 def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
@@ -300,11 +324,14 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": QWEN3,
     "qwen3_vl_moe": {**QWEN3, "text_config": {**QWEN3["text_config"], **EXPERTS}},
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe": {**HYBRID, "text_config": {**HYBRID["text_config"], **EXPERTS}},
 }
 NAMES = {
     **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava", "llava_next": "LlavaNext"},
     **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
     **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
+    **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
 }
 FAMILIES = tuple(OWN)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from guided_spec.errors import ConfigError
+from guided_spec.engine.llm import LLM
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.loading import load_model
 from guided_spec.models.pictures.vision import is_vision_config, split_vision
 from guided_spec.types import SamplingParams
 from tests.models.tiny import build
-from tests.pictures.sighted import TEXT, VISION, ask, picture
+from tests.pictures.sighted import TEXT, VISION, Sighted, ask, picture, sighted
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 GEMMA: dict[str, Any] = {"text_config": {**TEXT, "vocab_size": VOCAB_SIZE, "head_dim": 8}}
@@ -27,7 +31,7 @@ GEMMA |= {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index"
         ("gemma3", "has no vision tower"),  # of text alone
         (
             "qwen3_5",
-            "qwen3_5 cannot read pictures yet: a picture's positions have three axes in it",
+            "qwen3_5 cannot read pictures yet: it was loaded without its vision tower",
         ),
     ],
 )
@@ -72,3 +76,42 @@ def test_another_family_of_pictures_is_loaded_for_text() -> None:
     ids = torch.tensor([llm.encode("the cat")])
     found = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert output.completions[0].token_ids == found[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_family_of_text_or_pictures(tmp_path: Path, family: str) -> None:
+    """All of it is loaded to read pictures; for training and drafts, and over devices, its text."""
+    one = sighted(family)
+    one.model.save_pretrained(tmp_path)
+    one.processor.tokenizer.save_pretrained(tmp_path)
+    prompt = ask("the cat", picture(1, (24, 16)))
+    plain = load_model(tmp_path)
+    assert type(plain).__name__.endswith("ForCausalLM")
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    whole = load_model(tmp_path, pictures=True)
+    with Sighted(whole, one.processor).llm() as llm:
+        request = llm.prepare_chat(prompt, params=params)
+        (found,) = llm.generate([request.prompt], params)
+    assert found.completions[0].token_ids == one.expected(prompt, 6)
+    with LLM(str(tmp_path), "none", processor=one.processor, max_model_len=128) as llm:
+        assert llm.sight.refusal is None
+    mapped = load_model(tmp_path, pictures=True, device_map="cpu")
+    assert type(mapped) is type(plain)
+    for model in (plain, mapped):
+        with Sighted(model, one.processor).llm() as llm:
+            assert llm.generate(["the cat"], params)[0].error is None
+            with pytest.raises(ConfigError, match="it was loaded without its vision tower"):
+                llm.chat(prompt, chat_template_kwargs={"chat_template": "x:"})
+
+
+def test_a_family_of_text_or_pictures_on_several_devices() -> None:
+    """Where a user has loaded all of it, its text is read."""
+    model: Any = copy.deepcopy(sighted("qwen3_5").model)
+    model.model.visual.to("meta")
+    split = split_vision(model, 8)
+    assert split.language is model
+    assert "qwen3_5: it reads pictures on one device" in (split.sight.refusal or "")
+    other: Any = copy.deepcopy(sighted("qwen3_vl").model)
+    other.model.visual.to("meta")
+    with pytest.raises(ModelError, match="it reads pictures on one device"):
+        split_vision(other, 8)

@@ -13,7 +13,6 @@ from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.pictures.vision import SplitModel, VisionTower
-from guided_spec.models.slot_lm import SlotLM
 
 
 class PromptAxes(NamedTuple):
@@ -36,13 +35,13 @@ class PicturePlaces:
 
     @classmethod
     def of(cls, split: SplitModel, target: CausalLM) -> PicturePlaces:
-        """target: of the split model's language. Raises ModelError where it keeps no slots."""
+        """target: of the split model's language. Raises ModelError where it keeps no positions."""
         if split.tower is None:
             return cls(split.pictures)
-        if not isinstance(target, SlotLM):
+        if target.axes is None:
             kind = split.language.config.model_type
             raise ModelError(f"model_type={kind!r}: pictures need texts over slots, it has none")
-        return cls(split.pictures, PromptAxes(split.tower, target.keep_axes()))
+        return cls(split.pictures, PromptAxes(split.tower, target.axes))
 
     @property
     def num_read(self) -> int:
@@ -71,7 +70,9 @@ class PicturePlaces:
     def begin(self, request: Request) -> None:
         """The request has got a slot, in which its prompt will be read."""
         if self._axes is not None:
-            self._axes.slots.put(request.text.slot, self._holders.get(request))
+            prompt = request.job.pictures
+            end = prompt.places[-1] + 1 if prompt is not None and prompt.places else 0
+            self._axes.slots.put(request.text.slot, self._holders.get(request), end)
 
     def release_ended(self, in_flight: Container[Request]) -> None:
         """in_flight: requests whose rows a launched step still reads."""

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Co
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.target import TargetLayers
+from guided_spec.models.pictures.axes import NUM_AXES
+from guided_spec.models.target import TargetLayers, find_decoder
 from guided_spec.types import require_int
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -39,7 +40,8 @@ FIELDS = (
 # Rotary embeddings that are made for a text's length as it grows, or for one head_dim, stay the
 # target's own; a head has the plain one then.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-ROPE_EXTRAS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+SECTIONS = ("mrope_section", "mrope_interleaved")  # of positions of three axes
+ROPE_EXTRAS = ("partial_rotary_factor", *SECTIONS)
 WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
 
@@ -76,6 +78,7 @@ def build_head_config(
         )
     fields = FIELDS + (WINDOW_FIELDS if values.get("layer_types") else ())
     known = {name: values[name] for name in fields if values.get(name) is not None}
+    sections = _take_sections(known)
     try:
         config = _construct(CLASSES[model_type], known)
     except Exception as error:  # transformers validates with several classes of exception
@@ -90,9 +93,29 @@ def build_head_config(
             f"{source}: rope_type of its layers: expected one of default, "
             f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}, found {rope_type!r}; pass a head for text"
         )
+    parts, half = sections.get(SECTIONS[0], []), config.head_dim // 2
+    if len(parts) == NUM_AXES and sum(parts) == half:
+        config.rope_parameters |= {key: sections[key] for key in SECTIONS if key in sections}
+    elif "mrope" in sections.values():  # else a part of a head turns, which these layers ignore
+        expected = f"expected {NUM_AXES} parts of a half head's {half} numbers"
+        raise ModelError(f"{source}: {SECTIONS[0]}: {expected}, found {parts}; correct it")
     text_config: Any = target.config.get_text_config(decoder=True)
     config._attn_implementation = text_config._attn_implementation
     return config
+
+
+def _take_sections(known: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding among the fields, if it says what turns with which of three axes.
+
+    No class of layers knows that: what is left in the fields is that of a text's positions.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = known.get(name)
+        if isinstance(rope, dict) and isinstance(rope.get(SECTIONS[0]), list):
+            plain = {key: value for key, value in rope.items() if key not in SECTIONS}
+            known[name] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
+            return rope
+    return {}
 
 
 def _construct(config_class: Any, known: dict[str, Any]) -> Any:
@@ -223,7 +246,9 @@ def start_modules(build: Callable[[], Head], target: PreTrainedModel) -> Head:
     try:
         with torch.device(target.device):
             head = build().float()
-        rule: Any = target
+        # The layers' own class: what puts an output head on those of pictures is of another.
+        rule: Any = find_decoder(target)
+        rule = rule if isinstance(rule, PreTrainedModel) else target
         for module in head.modules():
             rule._init_weights(module)
         _run_once(head, target)

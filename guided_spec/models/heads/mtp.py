@@ -110,8 +110,13 @@ class _TargetModules(nn.Module):
         """The decoder layers of the target's kind, one in each module."""
         return iter(self.layers)
 
+    @property
+    def counts_axes(self) -> bool:
+        """See ``TargetLayers``."""
+        return self._kind.counts_axes
+
     def rotate(self, like: Tensor, position_ids: Tensor, module: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions int64 [B, T] for a module, in the dtype of ``like``."""
+        """(cos, sin) of positions int64 [B, T], or [3, B, T], for a module, as ``like``."""
         return self._kind.rotate(like, position_ids, self._layer_types[module])
 
     def embed(self, token_ids: Tensor) -> Tensor:

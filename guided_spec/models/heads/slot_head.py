@@ -19,7 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.packed.packed_lm import Rows
+from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.ops.host import pad_ids, to_device
 
@@ -60,7 +62,8 @@ class HeadRunner(Protocol):
 class SlotHead:
     """A head, its KV cache, and the length of each slot.
 
-    limits: how much it can hold. device, dtype: of the head.
+    limits: how much it can hold. device, dtype: of the head. axes: the positions of the
+        texts, by which a head of the target's own layers is rotated where they have several.
 
     Runs one token through every module, into no slot, which allocates the slots' memory. Raises
     ModelError when the head's layers cannot run over slots.
@@ -74,8 +77,11 @@ class SlotHead:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        axes: SlotAxes | None = None,
     ) -> None:
         self.head = head
+        has_axes = isinstance(head, MtpHead | QwenMtpHead) and head.counts_axes
+        self._axes = axes if has_axes else None
         num_slots, max_length, self._piece, _ = limits
         self.max_length = max_length
         self._device, self._dtype = device, dtype
@@ -283,12 +289,13 @@ class SlotHead:
         )
         self._cache.begin(plan)
         positions = plan.positions(self._device)
+        axes = self._axes
         with shape_free_kernels():
             output: Tensor = self._run(
                 token_ids,
                 hidden,
                 module=module,
-                position_ids=positions,
+                position_ids=positions if axes is None else axes.at(rows.slots, positions),
                 attention_mask=self._masks.build(positions, plan.view, self._dtype),
                 cache=self._cache,
             )

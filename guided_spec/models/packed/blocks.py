@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.attention.slot_attention import KeyValues
+from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
 from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.side_stream import SideStream
 
@@ -76,6 +77,7 @@ class Tables(Protocol):
 
     max_length: int
     tables: Tensor
+    axes: SlotAxes | None
 
     def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool: ...
     def grow(self, slot: int, length: int) -> bool: ...
@@ -83,11 +85,28 @@ class Tables(Protocol):
     def upload(self) -> None: ...
 
 
+def index_over(  # noqa: PLR0913 - as of ``SlotIndex``
+    tables: Tables,
+    tokens: Tensor,
+    rows: Tensor,
+    width: int | None = None,
+    *,
+    shared: SharedPositions | None = None,
+    fits: bool = False,
+) -> SlotIndex:
+    """A ``SlotIndex`` of texts in these tables."""
+    axes = None if tables.axes is None else tables.axes.positions
+    where = tokens, rows, tables.tables, tables.max_length, width
+    return SlotIndex(*where, shared=shared, fits=fits, axes=axes)
+
+
 class WholeSlots:
     """Tables of buffers in which each slot is one block, [num_slots, heads, max_length + 1, D]."""
 
-    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
-        self.max_length = max_length
+    def __init__(
+        self, num_slots: int, max_length: int, device: torch.device, axes: SlotAxes | None = None
+    ) -> None:
+        self.max_length, self.axes = max_length, axes
         self.tables = torch.arange(num_slots, dtype=torch.int32, device=device).unsqueeze(1)
 
     def holds(self, slots: Sequence[int], ends: NDArray[np.int64]) -> bool:
@@ -132,6 +151,7 @@ class Blocks:
     slots can fill. device: of the tables.
 
     tables: int32 [num_slots, P] on the device, see ``SlotIndex``; up to date after ``upload``.
+    axes: positions of the texts in the slots, where these have three axes.
     side: the stream on which they are always written: else an older change might come last. Users
         of memory that goes by them may run there.
     lag: positions at the end of a prefix that some memory holds for the text that went on from it.
@@ -141,6 +161,7 @@ class Blocks:
         self, num_slots: int, max_length: int, device: torch.device, num_blocks: int | None = None
     ) -> None:
         self.max_length = max_length
+        self.axes: SlotAxes | None = None
         self.lag = 0
         self._columns = max_length // BLOCK + 1
         most = num_slots * self._columns

@@ -44,6 +44,7 @@ from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
+from guided_spec.models.pictures.embedding import deep_changes
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
@@ -161,14 +162,18 @@ class PackedDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
+        *,
+        deepens: bool = False,
     ) -> PackedOutput:
         """Feed N tokens and keep what layers keep of them; nothing waits for the host.
 
         token_ids: int64 [N] on the device. memory: [L] the layers' blocks, or their states.
-        hidden_layers: as of ``CausalLM.forward``.
+        hidden_layers: as of ``CausalLM.forward``. deepens: whether layers add what they take of
+            pictures, see ``PictureEmbedding``, which are among the tokens.
         """
         with using_few_experts(self._config):
-            states, inputs = self._through(self._blocks, token_ids, index, memory)
+            deep = deep_changes(self._embed, token_ids) if deepens else []
+            states, inputs = self._through(self._blocks, token_ids, index, memory, deep)
         captured = [states if layer < 0 else inputs[layer] for layer in hidden_layers]
         return PackedOutput(states, torch.cat(captured, -1) if captured else None)
 
@@ -193,17 +198,23 @@ class PackedDecoder:
         token_ids: Tensor,
         index: SlotIndex,
         memory: Sequence[LayerStates],
+        deep: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """The states after the last norm; and those before each block, and after the last one."""
+        """The states after the last norm; and those before each block, and after the last one.
+
+        deep: [N, H] each, what is added to the first blocks' states.
+        """
         residual: Tensor = self._embed(token_ids)
         normed, inputs = rms_norm(residual, *self._first), []
-        for (layer, rotation, norms, outer), kept in zip(blocks, memory, strict=True):
+        for at, (block, kept) in enumerate(zip(blocks, memory, strict=True)):
+            layer, rotation, norms, outer = block
             inputs.append(residual)
             change = layer.attend(normed, rotation, kept, index)
             change = change if norms.attended is None else rms_norm(change, *norms.attended)
             residual, normed = add_rms_norm(change, residual, *norms.inner)
             change = layer.feed(normed)
             change = change if norms.fed is None else rms_norm(change, *norms.fed)
+            change = change + deep[at] if at < len(deep) else change
             residual, normed = add_rms_norm(change, residual, *outer)
         return normed, [*inputs, residual]
 
@@ -323,7 +334,7 @@ def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotati
         if table.cos.shape[1] * 2 == size and has_whole_rope(
             config
         ):  # some modules give one half, which is like the other
-            tables[kind] = Rotation(*(torch.cat([part, part], 1) for part in table))
+            tables[kind] = Rotation(*(torch.cat([part, part], 1) for part in table[:2]))
     return [tables[kind] for kind in kinds]
 
 

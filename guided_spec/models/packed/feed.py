@@ -17,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.linear_layer import product
@@ -83,7 +84,10 @@ def _has_plain_projections(mlp: Any) -> bool:
 MAY_NORMALIZE = (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)  # the others do
 SHARING = (Qwen3NextSparseMoeBlock, Qwen3_5MoeSparseMoeBlock)  # with an expert that all tokens take
 GROUPED = (DeepseekV2Moe, DeepseekV3MoE, Glm4MoeLiteMoE)  # choose among groups of experts first
-KNOWN = (GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, *SHARING, *GROUPED)
+KNOWN = (
+    *(GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, Qwen3VLMoeTextSparseMoeBlock),
+    *(*SHARING, *GROUPED),
+)
 
 
 class PackedExperts:

@@ -17,7 +17,7 @@ from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.linear_layer import product
-from guided_spec.models.packed.blocks import Tables
+from guided_spec.models.packed.blocks import Tables, index_over
 from guided_spec.models.packed.decoder import (
     FAMILY,
     attending_layer,
@@ -27,9 +27,17 @@ from guided_spec.models.packed.decoder import (
 )
 from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
+from guided_spec.models.pictures.axes import split_by, split_of
+from guided_spec.models.pictures.vision import SERVED
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
+
+KNOWN_MODULES = {
+    *(kind.__module__ for kind in FAMILY),
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in SERVED),
+}
+"""Of transformers, with layers that have a packed form."""
 
 
 class PackedEagle3:
@@ -46,7 +54,9 @@ class PackedEagle3:
         self._stock, self.kept = stock, [layer.kept for layer in self._layers]
         self._eps: float = head.norm.variance_epsilon
         weight: Tensor = head.norm.weight
-        self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
+        rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
+        split = split_by(head.config.rope_parameters, weight.device)
+        self._rotation = rotation._replace(axis_of=split)
 
     @classmethod
     def of(cls, head: Any, max_length: int) -> PackedEagle3 | None:
@@ -140,7 +150,11 @@ class PackedMtp:
         self._last = Norm.of(module.last)
         weight = module.projection.weight
         positions = torch.arange(max_length, device=weight.device).unsqueeze(0)
-        self._rotation = as_rotation(head.rotate(weight[:1].unsqueeze(0), positions, 0))
+        like = weight[:1].unsqueeze(0)
+        self._rotation = as_rotation(head.rotate(like, positions, 0))
+        if head.counts_axes:
+            split = split_of(lambda places: head.rotate(like, places, 0), like.device)
+            self._rotation = self._rotation._replace(axis_of=split)
 
     @classmethod
     def of(cls, head: Any, max_length: int) -> PackedMtp | None:
@@ -153,8 +167,9 @@ class PackedMtp:
         if module is None:
             return False
         layer = module.layer
-        is_known = type(layer).__module__ in {kind.__module__ for kind in FAMILY}
-        if not is_known or hasattr(layer, "pre_feedforward_layernorm"):
+        if type(layer).__module__ not in KNOWN_MODULES or hasattr(
+            layer, "pre_feedforward_layernorm"
+        ):
             return False
         attention = layer.self_attn
         is_whole = not (getattr(attention, "sliding_window", None) or hasattr(attention, "sinks"))
@@ -265,7 +280,7 @@ def index_of_blocks(slots: Tensor, starts: Tensor, count: int, tables: Tables) -
     tokens = torch.stack([slots.unsqueeze(1).expand(-1, count).flatten(), positions])
     ends = torch.arange(1, rows + 1, device=slots.device) * count
     lines = torch.stack([slots, starts, ends])
-    return SlotIndex(tokens, lines, tables.tables, tables.max_length, width=count)
+    return index_over(tables, tokens, lines, count)
 
 
 def _seen_from_the_end(index: SlotIndex, count: int) -> SlotIndex:

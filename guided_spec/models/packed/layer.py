@@ -21,6 +21,7 @@ from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
+from guided_spec.models.pictures.axes import NUM_AXES, split_of
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -153,8 +154,10 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     kind: of layer, for modules with a rotation of its own for each kind.
     """
     positions = torch.arange(length, device=like.device).unsqueeze(0)
-    if hasattr(rotary, "mrope_section"):  # time, height and width: the same for text
-        positions = positions.expand(3, *positions.shape)
+    if hasattr(rotary, "mrope_section"):
+        found = as_rotation(rotary(like, positions.expand(NUM_AXES, *positions.shape)))
+        split = split_of(lambda places: rotary(like.float(), places), like.device)
+        return found._replace(axis_of=split)
     return as_rotation(rotary(like, positions) if kind is None else rotary(like, positions, kind))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables
+from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables, index_over
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
@@ -253,11 +253,15 @@ class PackedLM:
         if groups:
             inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
         fits = shape.is_long and rows.fit(self._tables.max_length)
-        body = partial(self._compute, shape.width, layers, fits=fits)
+        axes = self._tables.axes
+        # Few forwards read pictures: they run launch by launch, and no graph adds zeros.
+        deepens = axes is not None and axes.deepens(rows.slots, rows.starts)
+        body = partial(self._compute, shape.width, layers, fits=fits, deepens=deepens)
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
-            has_graph = self._graphs.has(shape.size) and fits == shape.is_long
+            is_alike = fits == shape.is_long and not deepens
+            has_graph = self._graphs.has(shape.size) and is_alike
             key = (shape, layers) if has_graph else None
             states, hidden = self._graphs.run(key, inputs, body, overlapped=overlapped)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
@@ -322,10 +326,17 @@ class PackedLM:
         return {size: seconds for size, seconds in found.items() if seconds is not None}
 
     def _compute(
-        self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
+        self,
+        width: int,
+        layers: tuple[int, ...],
+        inputs: Inputs,
+        *,
+        fits: bool,
+        deepens: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         where = self._where(width, inputs, fits=fits)
-        output = self._decoder.forward(inputs["token_ids"], where, self.memory, layers)
+        fed = inputs["token_ids"], where, self.memory, layers
+        output = self._decoder.forward(*fed, deepens=deepens)
         return output.states, output.hidden_states
 
     def _launch_kinds(
@@ -340,5 +351,4 @@ class PackedLM:
         lines, shared = split_index(inputs["index"], size), None
         if "shared" in inputs:
             shared = SharedPositions(*split_index(inputs["shared"], size))
-        tables, most = self._tables.tables, self._tables.max_length
-        return SlotIndex(*lines, tables, most, width, shared=shared, fits=fits)
+        return index_over(self._tables, *lines, width, shared=shared, fits=fits)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.slot_head import HeadRunner, SlotLimits
-from guided_spec.models.packed.blocks import Blocks, KeptShape
+from guided_spec.models.packed.blocks import Blocks, KeptShape, index_over
 from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -443,9 +443,7 @@ class PackedSlotHead:
         self._hidden[rows[0]] = hidden[inputs["last"]]
 
     def _slot_index(self, tokens: Tensor, rows: Tensor, width: int) -> SlotIndex:
-        return SlotIndex(
-            tokens, rows, self.slots.blocks.tables, self.slots.blocks.max_length, width
-        )
+        return index_over(self.slots.blocks, tokens, rows, width)
 
     def _append_one(self, inputs: Inputs) -> Tensor:
         """One step's logits; the inputs are left as the next one needs them."""

@@ -62,6 +62,18 @@ class PictureEmbedding(nn.Embedding):
             self.deep[index] = features[:, 1:].to(self.deep)
 
 
+def deep_changes(embedding: nn.Module, token_ids: Tensor) -> list[Tensor]:
+    """[D] of [N, H]: what the first D layers add for tokens int64 [N], zeros for those of text.
+
+    Never waits for the device.
+    """
+    if not isinstance(embedding, PictureEmbedding) or embedding.deep is None:
+        return []
+    rows = token_ids - embedding.num_tokens
+    found = embedding.deep[rows.clamp_min(0)].where((rows >= 0)[:, None, None], 0)
+    return list(found.unbind(1))
+
+
 def token_rows(embedding: nn.Module) -> Any:
     """The weight [V, H] of an embedding, without rows of pictures; None where it has none."""
     weight = getattr(embedding, "weight", None)

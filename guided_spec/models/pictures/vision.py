@@ -13,6 +13,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
 )
 from transformers.models.auto.modeling_auto import (
@@ -51,6 +53,8 @@ SERVED = {
     "qwen2_5_vl": _Family(headed=Qwen2ForCausalLM),
     "qwen3_vl": _Family(headed=Qwen3ForCausalLM, is_deep=True),
     "qwen3_vl_moe": _Family(headed=Qwen3ForCausalLM, is_deep=True),
+    "qwen3_5": _Family(headed=Qwen3_5ForCausalLM),
+    "qwen3_5_moe": _Family(headed=Qwen3_5MoeForCausalLM),
 }
 """By model_type: the families whose pictures are read."""
 
@@ -58,7 +62,7 @@ _BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AXES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "it was loaded without its vision tower"),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
@@ -87,6 +91,11 @@ def is_vision_config(config: Any) -> bool:
     )
 
 
+def may_read_pictures(config: Any) -> bool:
+    """Whether a configuration's model is served as one of pictures, if all of it is loaded."""
+    return config.model_type in SERVED
+
+
 def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     """The language model of one that reads pictures; another model as it is.
 
@@ -97,7 +106,10 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     if family is None:
         return SplitModel(model, Sight(_refusal(model.config)))
     if len({one.device for one in model.parameters()}) != 1:
-        raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
+        reason = "it reads pictures on one device: pass no device_map and no tp_plan"
+        if not is_vision_config(model.config):  # its text is read all the same
+            return SplitModel(model, Sight(f"{model.config.model_type}: {reason}"))
+        raise refusal(model, reason)
     with errors_naming(model, "its language model cannot be told from its vision tower"):
         language, table = _language_of(model, family, num_rows)
         _try(model, language)

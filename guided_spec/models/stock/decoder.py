@@ -32,6 +32,8 @@ from guided_spec.models.packed.decoder import (
     has_hooks,
     has_static_rope,
 )
+from guided_spec.models.pictures.axes import counts_axes
+from guided_spec.models.pictures.embedding import PictureEmbedding
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.kv_cache import unscaled_length
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
@@ -185,6 +187,8 @@ class StockDecoder:
         self._decoder = find_decoder(model)
         self.device: torch.device = model.device
         self._head: nn.Module = stock.get_output_embeddings()
+        self._embed: nn.Module = stock.get_input_embeddings()
+        self._has_axes = counts_axes(model)
         self._most = unscaled_length(model.config)
 
     @classmethod
@@ -214,12 +218,19 @@ class StockDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
+        *,
+        deepens: bool = False,
     ) -> PackedOutput:
         """The states and hidden states of N tokens, see ``PackedDecoder.forward``."""
         if self._most is not None and len(token_ids) > self._most:
             # Their rows in the forward count as positions.
             raise ModelError(f"{len(token_ids)} tokens in a forward: lower prefill_tokens")
-        positions = index.positions.clamp_max(index.max_length - 1)
+        positions = index.positions.clamp_max(index.max_length - 1).unsqueeze(0)
+        if self._has_axes and index.on_axes is not None:
+            positions = index.on_axes.T.unsqueeze(1)
+        more = {}
+        if deepens and isinstance(self._embed, PictureEmbedding):
+            more = self._embed.deep_arguments(token_ids.unsqueeze(0))
         kept = [one for one in memory if isinstance(one, KeyValues)]
         with (
             using_slot_attention(self._config),
@@ -229,8 +240,9 @@ class StockDecoder:
         ):
             output: Any = self._decoder(
                 input_ids=token_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                position_ids=positions,
                 use_cache=False,
+                **more,
             )
         hidden = torch.cat(captured, -1)[0] if captured else None
         return PackedOutput(output.last_hidden_state[0], hidden)

@@ -8,6 +8,7 @@ an engine feeds them, and their logits are compared:
    fewest columns of their slots and some before all: with the model's own forward of the whole
    texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
    mask of its own in its attention shows here, whatever its configuration says.
+   Where positions have three axes, those of these tokens differ, as a picture's do.
 2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
    model makes for itself. Windows that were read wrongly from its configuration show here.
 
@@ -111,6 +112,11 @@ PIECES: tuple[tuple[LogitsKind, tuple[int, int], int], ...] = (
 NUM_FIRST = 6
 PADDING = 3  # after the longest row: further than any column of the slots that is read
 NUM_LAST = 4  # tokens at the end of a slot
+# Time, height and width of each row's first tokens, as of a picture of four or five between others.
+PLACES = (
+    ((0, 1, 1, 1, 1, 3), (0, 1, 1, 2, 2, 3), (0, 1, 2, 1, 2, 3)),
+    ((0, 1, 1, 1, 1, 1), (0, 1, 2, 3, 4, 5), (0, 2, 1, 1, 2, 1)),
+)
 STRIDE = 7  # between the ids of tokens
 
 # Of the logits of a token, without their mean: the norm of the difference by the norm.
@@ -146,6 +152,8 @@ class SlotTrial:
         ids = (vocab_size // 2 + steps)[: len(self._rows)] % vocab_size
         self._first, self._last = ids[:, : min(NUM_FIRST, self._length)], ids[:1, NUM_FIRST:]
         self._cause = likely_cause(self._model)
+        self._axes = slots.axes
+        self._place([torch.tensor(PLACES[row]) for row in self._rows])
         self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
         self._full: Tensor | None = None  # of the last ones, at the end of a full slot
 
@@ -153,8 +161,11 @@ class SlotTrial:
         """Raises ModelError, with the reason, where texts over slots would be others."""
         with CheckedEmbeddings():
             with errors_naming(self._model, "its own forward of a few tokens failed"):
-                ids = self._first.to(self._model.device)
-                self._own = self._call(input_ids=ids, use_cache=False).logits
+                ids, more = self._first.to(self._model.device), {}
+                if self._axes is not None:
+                    steps = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+                    more["position_ids"] = self._axes.at(self._rows, steps)
+                self._own = self._call(input_ids=ids, use_cache=False, **more).logits
             with errors_naming(self._model, "a forward over KV slots failed", self._cause):
                 self._check_pieces(self._forward_viewing, "over KV slots", self._slots.cache.commit)
                 if self._length <= NUM_FIRST + NUM_LAST:
@@ -183,6 +194,16 @@ class SlotTrial:
                 self._fill()
             found = forward(self._at_the_end(), "all").logits
             self._require_close(found, expected, "in packed form, at the end of a slot,")
+
+    def leave(self) -> None:
+        """Texts may be in the slots from now on."""
+        self._place([None] * len(self._rows))
+
+    def _place(self, prompts: Sequence[Tensor | None]) -> None:
+        """The positions of each row's text, where they have three axes."""
+        if self._axes is not None:
+            for row, prompt in zip(self._rows, prompts, strict=True):
+                self._axes.put(row, prompt)
 
     def feed(self, forward: Forward) -> None:
         """What ``check_packed`` feeds, without a look at what comes out: for its kernels."""

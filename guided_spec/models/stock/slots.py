@@ -61,7 +61,7 @@ class StockSlots:
         self.cache = SlotCache(model.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
-        self.axes: SlotAxes | None = None  # of a model that reads pictures so
+        self.axes = SlotAxes.of(model, num_slots, max_length)
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.

@@ -114,7 +114,7 @@ def keep_latents(  # noqa: PLR0913 - what is kept, how, and where
 def _rotate(heads: Tensor, keys: LatentKeys, rotation: Rotation, index: SlotIndex) -> Tensor:
     """[N, H, R]: the heads, rotated by their positions."""
     positions, half = index.positions.clamp_max(len(rotation.cos) - 1), heads.shape[2] // 2
-    cos, sin = (part[positions, None, :half].float() for part in rotation)
+    cos, sin = (part[positions, None, :half].float() for part in rotation[:2])
     low, high = (heads[..., ::2], heads[..., 1::2]) if keys.reads_pairs else heads.split(half, 2)
     low, high = low.float(), high.float()
     turned = [low * cos - high * sin, high * cos + low * sin]

@@ -132,7 +132,7 @@ def keep_latents(  # noqa: PLR0913 - what is kept, how, and where
     tables, size = index.tables, len(keys.norm)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         launch(_keep_latents, (count, 1 + triton.cdiv(heads, HEADS)), query)(
-            *(query, packed, keys.norm, *rotation, len(rotation.cos), keys.eps, rotated),
+            *(query, packed, keys.norm, *rotation[:2], len(rotation.cos), keys.eps, rotated),
             *(*buffers, index.tokens.contiguous(), count, tables, tables.stride(0)),
             *(index.max_length, buffers.keys.shape[2], *query.stride()[:2], packed.stride(0)),
             *(heads, size, triton.next_power_of_2(size), turned),

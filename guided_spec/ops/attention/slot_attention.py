@@ -73,6 +73,8 @@ class SlotIndex:
         CUDA kernels divide the work. They change no result. None: as many as there can be.
     shared: which texts share a prefix; None: each is read by itself.
     fits: whether it is known that no token goes beyond ``max_length``.
+    axes: int32 [num_slots, A, max_length + 1]: by which positions each text's tokens are rotated,
+        where these have several axes; see ``Rotation``. None: by those in the text.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
@@ -89,6 +91,7 @@ class SlotIndex:
     view: int | None = None
     shared: SharedPositions | None = None
     fits: bool = False
+    axes: Tensor | None = None
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
     _seen: dict[Any, list[SeenRow]] = field(default_factory=dict, init=False, repr=False)
@@ -97,6 +100,15 @@ class SlotIndex:
     def positions(self) -> Tensor:
         """int64 [N]: the position of each token in its text."""
         return self.tokens[1]
+
+    @cached_property
+    def on_axes(self) -> Tensor | None:
+        """int64 [N, A]: the position of each token on each axis; None without ``axes``."""
+        if self.axes is None:
+            return None
+        slots, positions = self.tokens
+        found = self.axes[slots.clamp_min(0), :, positions.clamp_max(self.max_length)]
+        return found.long()
 
     def stored(self, block: int) -> StoredAt:
         """Where the tokens' keys and values go, in blocks of so many positions."""
@@ -223,10 +235,23 @@ class Rotation(NamedTuple):
 
     R: even, up to D; the numbers of a head after the first R are not rotated. Rows contiguous; in
     the dtype of the model. Positions beyond are embedded like the last one.
+    axis_of: int32 [R / 2], the axis of ``SlotIndex.axes`` by which each number and its other half
+        are rotated (M-RoPE, Wang et al., "Qwen2-VL", 2024). None: by the position in the text.
     """
 
     cos: Tensor
     sin: Tensor
+    axis_of: Tensor | None = None
+
+    def at(self, index: SlotIndex) -> Rotation:
+        """That of each token of ``index``: [N, R] each."""
+        last = len(self.cos) - 1
+        if self.axis_of is None or index.on_axes is None:
+            positions = index.positions.clamp_max(last)
+            return Rotation(self.cos[positions], self.sin[positions])
+        half = index.on_axes.clamp_max(last)[:, self.axis_of.long()]
+        positions = torch.cat([half, half], 1)
+        return Rotation(self.cos.gather(0, positions), self.sin.gather(0, positions))
 
 
 class Window(NamedTuple):

@@ -139,6 +139,15 @@ def test_a_scaled_embedding_is_read_bare(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_axes_of_a_part_of_a_head_are_left_out(tmp_path: Path) -> None:
+    """As of a head that has the rotary embedding of its target, Qwen 3.5, in its configuration."""
+    target = build("llama")
+    rope = {"rope_type": "default", "mrope_section": [1, 0, 0], "partial_rotary_factor": 0.25}
+    write_eagle3(tmp_path, target, changes={"rope_scaling": rope})
+    head: Any = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    assert "mrope_section" not in head.config.rope_parameters
+
+
 def test_offsets_that_are_all_zero_are_no_vocabulary(tmp_path: Path) -> None:
     """SpecForge writes them where the vocabularies are the same."""
     target = build("llama")
@@ -151,6 +160,10 @@ def test_offsets_that_are_all_zero_are_no_vocabulary(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rope_scaling": {"type": "mrope"}}, "rope_type of its layers: expected .*'mrope'"),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},
+            r"mrope_section: expected 3 parts of a half head's 4 numbers, found \[1, 1, 1\]",
+        ),
         (
             {"transformer_layer_config": {"model_type": "deepseek_v3"}},
             "model_type of its layers: expected one of llama, qwen3, found 'deepseek_v3'",

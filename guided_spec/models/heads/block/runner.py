@@ -20,7 +20,7 @@ from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.blocks import BLOCK, Blocks, KeptShape
+from guided_spec.models.packed.blocks import BLOCK, Blocks, KeptShape, index_over
 from guided_spec.models.packed.draft_forward import DraftForward, Pick
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
@@ -36,7 +36,7 @@ from guided_spec.models.packed.graph_pool import (
 from guided_spec.models.packed.heads import PackedBlock, index_of_blocks
 from guided_spec.models.packed.packed_lm import Rows, split_index
 from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, PackedSlotHead, ReadAhead
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, store_keys_values
+from guided_spec.ops.attention.slot_attention import KeyValues, store_keys_values
 from guided_spec.ops.host import to_device
 
 
@@ -338,7 +338,7 @@ class ContextReader:
         rows.grow(blocks)
         found = to_device(rows.packed_index(count, len(rows.slots)), self._device)
         of_tokens, of_rows = split_index(found, count)
-        index = SlotIndex(of_tokens, of_rows, blocks.tables, blocks.max_length)
+        index = index_over(blocks, of_tokens, of_rows)
         features = self.head.features(states.to(self._device, self._dtype))
         made = self.head.context(features, of_tokens[1])
         for new, kept in zip(made, self.slots.memory, strict=True):
@@ -532,7 +532,7 @@ class PackedContextReader:
     def _read(self, inputs: Inputs) -> None:
         tokens, blocks = inputs["index"].view(2, -1), self.slots.blocks
         nobody = tokens.new_empty(3, 0)  # attends
-        index = SlotIndex(tokens, nobody, blocks.tables, blocks.max_length)
+        index = index_over(blocks, tokens, nobody)
         self._packed.read(inputs["states"].to(self._dtype), index, self.slots.memory)
 
 
