@@ -51,7 +51,8 @@ def places() -> Tensor:
 @torch.inference_mode()
 def compared(family: str, device: str, dtype: torch.dtype) -> Iterator[Compared]:
     """A text with a picture, and one without, side by side."""
-    model: Any = copy.deepcopy(sighted(family, head_dim=16).model).to(device, dtype)
+    model: Any = copy.deepcopy(sighted(family, head_dim=16).model)
+    model = model.to(device, dtype)
     language: Any = split_vision(model, 16).language
     window = CaptureWindow(largest=64)
     options: dict[str, Any] = {"num_slots": 4, "max_length": 100, "width": 4, "window": window}

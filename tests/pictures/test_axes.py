@@ -12,11 +12,10 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import make_causal_lm, stock_lm
 from guided_spec.models.line_lm import LineLM
-from guided_spec.models.packed import layer as packed_layer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool
-from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.axes import SlotAxes, split_of
 from guided_spec.models.pictures.embedding import PictureEmbedding
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.stock.decoder import StockDecoder
@@ -84,8 +83,8 @@ def test_a_wrong_rotation_is_found(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    own = packed_layer.split_of
-    monkeypatch.setattr(packed_layer, "split_of", lambda *given: wrong(own(*given)))
+    wronged = "guided_spec.models.packed.layer.split_of"
+    monkeypatch.setattr(wronged, lambda *given: wrong(split_of(*given)))
     language = split_vision(sighted(family).model, 8).language
     with pytest.raises(ModelError, match="in packed form differ from its own"):
         make_causal_lm(language, num_slots=2, max_length=64, kernels="packed")

@@ -55,7 +55,8 @@ def logits_over_slots(form: Any, language: Any, tokens: list[int], states: Tenso
     head.read([1], [tokens[:5]], [states[:5]])  # in pieces
     head.read([1], [tokens[5:-1]], [states[5:-1]])
     head.append([1], torch.tensor(tokens[-1:]))
-    return head.logits([1])[0]
+    logits: Tensor = head.logits([1])[0]
+    return logits
 
 
 @torch.inference_mode()
@@ -77,7 +78,8 @@ def logits_by_itself(head: Any, tokens: list[int], states: Tensor) -> Tensor:
 
     features = head.features(states[:-1])
     recycled = forward(tokens[:-1], features)[-1:]
-    return head.logits(forward(tokens, torch.cat([features, recycled]))[-1])
+    logits: Tensor = head.logits(forward(tokens, torch.cat([features, recycled]))[-1])
+    return logits
 
 
 def drawn(language: Any, head: Any) -> tuple[list[int], Tensor]:
