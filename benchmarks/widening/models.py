@@ -160,6 +160,8 @@ def _below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _config(model: PreTrainedModel, how: Widening, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = model.config.to_dict()
+    # Of the file that was read, such as a GGUF; other engines would look for such weights here.
+    config.pop("quantization_config", None)
     theta = config["rope_parameters"]["rope_theta"]
     theta = rope_theta(theta, how.small.head_dim, how.wide.head_dim)
     sizes = how.wide._asdict()

@@ -72,6 +72,14 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+def test_the_configuration_says_nothing_of_the_file_that_was_read(tmp_path: Path) -> None:
+    """The weights of a GGUF file are dequantized, and other engines read what is written here."""
+    model = load_model(write_small(tmp_path).target, device="cpu", dtype=torch.float32)
+    model.config.quantization_config = {"quant_method": "gguf"}
+    how = models._widening(model, WIDE)
+    assert "quantization_config" not in models._config(model, how, torch.float32)
+
+
 def test_the_same_logits(pair: Pair) -> None:
     before = logits(AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32))
     wide = AutoModelForCausalLM.from_pretrained(pair.wide.target, dtype=torch.float32)
