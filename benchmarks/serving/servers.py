@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -62,8 +64,21 @@ class Served(NamedTuple):
 
 
 @contextmanager
+def _leaving_when_told() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that no server is left running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def served(name: str, subject: Subject) -> Iterator[Served]:
-    """A server that is ready for requests; it is stopped behind the block.
+    """A server that is ready for requests; it is stopped after the block, also by SIGTERM.
 
     name: a proposer of ours, ``DEFAULT``, "vllm" or "vllm:METHOD", or the address of a server that
     runs already.
@@ -83,7 +98,7 @@ def served(name: str, subject: Subject) -> Iterator[Served]:
         environment = vllm_environment(subject.vllm)
     else:
         command = _own_command(name, subject)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _leaving_when_told():
         folder = subject.vllm.logs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"serve_{name.translate(str.maketrans(':/+', '___'))}.log"

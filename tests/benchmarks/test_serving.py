@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import signal
+import time
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -212,6 +215,29 @@ def test_servers_that_do_not_come(vllm: str, tmp_path: Path) -> None:
         assert url == vllm
     with pytest.raises(GuidedSpecError, match="first request: .*no such schema"):
         asyncio.run(drive(vllm, [asked("refused")], Pattern()))
+
+
+def test_who_is_told_to_leave_stops_its_server(tmp_path: Path) -> None:
+    """``timeout`` does so, and the server would keep a GPU's memory."""
+    write_stand_in(tmp_path)
+    subject = Subject(
+        model=bundled_asset("target"), vllm=VllmEnvironment(site=str(tmp_path), logs=tmp_path)
+    )
+    before, pids = signal.getsignal(signal.SIGTERM), list[int | None]()
+
+    def leave() -> None:
+        with served("vllm", subject) as (_, pid):
+            pids.append(pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    with pytest.raises(SystemExit, match=f"{128 + signal.SIGTERM}"):
+        leave()
+    assert signal.getsignal(signal.SIGTERM) == before
+    (pid,) = pids
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.slow
