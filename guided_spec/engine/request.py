@@ -401,6 +401,8 @@ class Request:
         text.end(reason, error)
         reason, error = text.ended or reason, text.error
         self.state = State.FINISHED
+        if self.job.pictures is not None:  # whoever keeps a request keeps no arrays with it
+            self.job = self.job._replace(pictures=self.job.pictures.read())
         if self.job.pending is not None:
             self.job.pending.release()
         self._output.finish()
