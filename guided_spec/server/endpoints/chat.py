@@ -125,7 +125,7 @@ class ChatRun:
         asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
         async with service.room.turn(body.messages):
             try:
-                request = await service.workers.run(lambda: self._prepare(asked.spec))
+                request = await service.workers.run_out(lambda: self._prepare(asked.spec))
             except PromptError as error:
                 raise api_error(error, "messages") from error
             (token_ids,) = await service.encode([request.prompt], "messages")
