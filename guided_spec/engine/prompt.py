@@ -123,7 +123,10 @@ class PromptEncoder:
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt as the engine takes it. Raises PromptError, and ConfigError for messages."""
         if isinstance(prompt, PicturePrompt):
-            self._require_own(prompt)
+            if self._pictures is None or self.sight.refusal is not None:
+                reason = f"this model reads text: {self.sight.refusal}"
+                raise PromptError(f"prompt has pictures: {reason}; pass one without")
+            self._pictures.require_read(prompt)
             token_ids, pictures = ReadPrompt(prompt.token_ids, prompt)
         elif _is_chat(prompt):
             read = self._read_chat(prompt, {})
@@ -141,13 +144,6 @@ class PromptEncoder:
             raise PromptError(f"prompt holds token {token} at {at}, a picture's place: {fix}")
         self._require_short(token_ids)
         return ReadPrompt(token_ids, pictures)
-
-    def _require_own(self, prompt: PicturePrompt) -> None:
-        """Raise PromptError for one that another model prepared, and this one cannot read."""
-        if self._pictures is None or self.sight.refusal is not None:
-            reason = f"this model reads text: {self.sight.refusal}"
-            raise PromptError(f"prompt has pictures: {reason}; pass one without")
-        self._pictures.require_read(prompt)
 
     def _require_short(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self._max_model_len:

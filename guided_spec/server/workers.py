@@ -37,9 +37,7 @@ class Workers:
         try:
             return await asyncio.shield(running)
         finally:
-            await asyncio.wait({running})  # at once, unless it was cancelled
-            if not running.cancelled():
-                running.exception()  # else it is said that nobody looked at it
+            await asyncio.gather(running, return_exceptions=True)
 
     def close(self) -> None:
         """Nothing more is run; what runs is not waited for."""

@@ -105,16 +105,14 @@ class PictureReader:
 
     def require_read(self, prompt: PicturePrompt) -> None:
         """Raise PromptError for a prompt of another model, or of more than is kept here."""
-        counted = sum(one.count for one in prompt.pictures)
-        found = {prompt.token_ids[at] for at in prompt.places} - {self.sight.placeholder}
-        if found or len(prompt.places) != counted:
+        found = [prompt.token_ids[at] for at in prompt.places]
+        if found != [self.sight.placeholder] * sum(one.count for one in prompt.pictures):
             fix = "pass what prepare_chat of this model made"
             raise PromptError(f"prompt: its places for pictures are not this model's: {fix}")
         self._require_room("prompt", prompt.pictures)
 
     def _tokenize(self, text: str) -> list[int]:
-        tokenizer = self.processor.tokenizer
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _read(self, one: OpenPicture) -> tuple[Picture, list[int]]:
         """A picture alone, and the tokens that stand for it."""
