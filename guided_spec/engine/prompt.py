@@ -123,6 +123,10 @@ class PromptEncoder:
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt as the engine takes it. Raises PromptError, and ConfigError for messages."""
         if isinstance(prompt, PicturePrompt):
+            if self._pictures is None or self.sight.refusal is not None:
+                reason = f"this model reads text: {self.sight.refusal}"
+                raise PromptError(f"prompt has pictures: {reason}; pass one without")
+            self._pictures.require_read(prompt)
             token_ids, pictures = ReadPrompt(prompt.token_ids, prompt)
         elif _is_chat(prompt):
             read = self._read_chat(prompt, {})

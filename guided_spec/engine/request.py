@@ -401,6 +401,8 @@ class Request:
         text.end(reason, error)
         reason, error = text.ended or reason, text.error
         self.state = State.FINISHED
+        if self.job.pictures is not None:  # whoever keeps a request keeps no arrays with it
+            self.job = self.job._replace(pictures=self.job.pictures.read())
         if self.job.pending is not None:
             self.job.pending.release()
         self._output.finish()
@@ -412,14 +414,12 @@ class Request:
             self.stats.ends_lost |= int(constraint.has_lost_end)
             self.stats.steered = len(constraint.steered)
         self.stats.stop()
-        logprobs = None if params.logprobs is None else self._logprobs
         is_whole = self._is_whole(reason)
         if reason == "stop" and self.stats.steered and not self._output.is_stopped:
             reason = "length"  # the budget ended the text, not the model
         if error is None and self._is_shortened(reason, is_whole=is_whole):
             error = self._shortened()
             reason = reason if error is None else "error"
-        is_complete = error is None and is_whole
         self._send(
             Completion(
                 self._output.text,
@@ -427,8 +427,8 @@ class Request:
                 reason,
                 error,
                 self.stats,
-                logprobs,
-                is_complete,
+                None if params.logprobs is None else self._logprobs,
+                error is None and is_whole,
                 self._constrained_text(),
                 params.grammar,
                 self._trace(reason),

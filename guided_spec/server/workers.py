@@ -31,6 +31,14 @@ class Workers:
         work = partial(copy_context().run, function)
         return await asyncio.get_running_loop().run_in_executor(self._large, work)
 
+    async def run_out(self, function: Callable[[], _Result]) -> _Result:
+        """``run``, of which a cancelled task waits for the end: until then it takes memory."""
+        running = asyncio.ensure_future(self.run(function))
+        try:
+            return await asyncio.shield(running)
+        finally:
+            await asyncio.gather(running, return_exceptions=True)
+
     def close(self) -> None:
         """Nothing more is run; what runs is not waited for."""
         self._large.shutdown(wait=False, cancel_futures=True)

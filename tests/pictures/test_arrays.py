@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk, Manner
 from guided_spec.engine.process import EngineProcess
 from guided_spec.models.pictures.picture import Picture, PicturePrompt
+from guided_spec.models.pictures.vision import VisionTower
 from guided_spec.server import service
 from guided_spec.server.picture_room import HeldPictures, PictureRoom
 from guided_spec.types import SamplingParams
@@ -154,6 +156,41 @@ def test_the_engine_lets_arrays_go_once_they_are_read() -> None:
     assert prompt.num_bytes > 0
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_requests_that_end_unread_keep_no_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+    is_cancelled: bool,  # noqa: FBT001
+) -> None:
+    """Whoever submits requests may keep them for long after they have ended."""
+    ended = threading.Event()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    def report(chunk: Chunk) -> None:
+        if chunk.completion is not None:
+            assert chunk.completion.error is not None
+            ended.set()
+
+    with sighted("qwen2_vl").llm(max_batch_size=1) as llm:
+        if not is_cancelled:
+            monkeypatch.setattr(VisionTower, "features", fails)
+        long = SamplingParams(max_tokens=400, ignore_eos=True)
+        running = llm.stream_chat(ask(WORDS), params=long)
+        next(iter(running))
+        prompt = llm.prepare_chat(ask(picture(3), WORDS)).prompt
+        assert isinstance(prompt, PicturePrompt)
+        (request,) = llm.submit([prompt], GREEDY, report, MANNER)
+        assert request is not None
+        if is_cancelled:
+            request.cancel()
+        assert ended.wait(PATIENCE)
+        assert request.job.pictures == prompt
+        assert request.job.pictures is not None
+        assert request.job.pictures.num_bytes == 0
+    assert prompt.num_bytes > 0
+
+
 def chunk(sample: int) -> Chunk:
     return Chunk(0, sample, "")
 
@@ -234,3 +271,32 @@ def test_waiting_requests_hold_files(
             assert post(served, "/v1/messages/count_tokens", counted)["input_tokens"] > 16
         assert post(served, "/tokenize", {"messages": chat(part)["messages"]})["count"] > 16
     assert held == [0] * 9
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_clients_that_leave_keep_their_turn_until_their_pictures_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+    is_streamed: bool,  # noqa: FBT001
+) -> None:
+    """A thread reads on when its client has left: others of its kind would fill the memory."""
+    encode, begun, may_read = PictureReader.encode, list[Any](), threading.Event()
+
+    def slow(self: PictureReader, *given: Any) -> PicturePrompt:
+        begun.append(given)
+        assert may_read.wait(PATIENCE)
+        return encode(self, *given)
+
+    monkeypatch.setattr(PictureReader, "encode", slow)
+    body = chat({"type": "image_url", "image_url": {"url": URL}})
+    with sighted("llava").llm() as llm, running(llm) as served:
+        address = f"{served.url}/v1/chat/completions"
+        try:
+            for _ in range(3):
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(address, json={**body, "stream": is_streamed}, timeout=0.3)
+            assert len(begun) == 1
+        finally:
+            may_read.set()
+        found = post(served, "/v1/chat/completions", body)
+    assert len(begun) == 2, "who left while it waited reads nothing"
+    assert found["choices"][0]["message"]["content"] == wanted(picture(3), WORDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from guided_spec.engine.llm import LLM
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, PromptError
 from guided_spec.models.loading import load_model
+from guided_spec.models.pictures.picture import PicturePrompt
 from guided_spec.models.pictures.vision import is_vision_config, split_vision
 from guided_spec.types import SamplingParams
 from tests.models.tiny import build
@@ -115,3 +117,28 @@ def test_a_family_of_text_or_pictures_on_several_devices() -> None:
     other.model.visual.to("meta")
     with pytest.raises(ModelError, match="it reads pictures on one device"):
         split_vision(other, 8)
+
+
+def test_prompts_that_another_model_prepared_are_refused() -> None:
+    """They would wait for room that there never is, and all others behind them."""
+    one, params = sighted("qwen2_vl"), SamplingParams(max_tokens=6, ignore_eos=True)
+    asked = ask(*(picture(seed) for seed in range(4)), "and?")
+    with one.llm() as llm:
+        prompt = llm.prepare_chat(asked).prompt
+    assert isinstance(prompt, PicturePrompt)
+    few = replace(prompt, places=prompt.places[1:])
+    others = replace(prompt, places=[at + 1 for at in prompt.places])
+    with one.llm(picture_tokens=15) as llm:
+        for wrong, reason in (
+            (prompt, "prompt: the pictures take 16 tokens, and 15 are kept at a time"),
+            (few, "its places for pictures are not this model's"),
+            (others, "its places for pictures are not this model's"),
+        ):
+            (found,) = llm.generate([wrong], params, on_error="return")
+            assert isinstance(found.error, PromptError)
+            assert reason in str(found.error)
+        assert llm.generate(["the cat"], params)[0].error is None
+    with make_llm("llama") as llm:
+        with pytest.raises(PromptError, match="prompt has pictures: .*no vision tower"):
+            llm.generate([prompt], params)
+        assert llm.generate(["the cat"], params)[0].error is None

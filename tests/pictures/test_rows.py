@@ -84,6 +84,23 @@ def test_rows_are_a_pictures_own_while_a_text_holds_them(
     assert rows.take(whole) is not None, "all rows can be had again"
 
 
+def test_rows_that_cannot_be_written_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a device has no memory left for a while: others would wait for them forever."""
+    table, rows = made(3)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PictureEmbedding, "write", fails)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                rows.take([numbered(2)])
+    ids = rows.take([numbered(2)])
+    assert ids is not None
+    assert (table(torch.tensor(ids)) == 2).all()
+
+
 def test_the_stock_table_is_the_beginning() -> None:
     stock = nn.Embedding(VOCAB, WIDTH)
     before = stock.weight.detach().clone()

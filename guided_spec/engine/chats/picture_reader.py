@@ -91,7 +91,7 @@ class PictureReader:
             if id(one) not in read:
                 with self._turn:
                     read[id(one)] = self._read(one)
-        self._require_room([picture for picture, _ in read.values()])
+        self._require_room("messages", [picture for picture, _ in read.values()])
         placeholder, ids = self.sight.placeholder, list[int]()
         expanded = iter([read[id(one)][1] for one in pictures])
         for token_id in self._tokenize(text):
@@ -103,9 +103,16 @@ class PictureReader:
             raise PromptError(f"messages: the processor's {token} is not the model's token: {fix}")
         return PicturePrompt(ids, chosen, places)
 
+    def require_read(self, prompt: PicturePrompt) -> None:
+        """Raise PromptError for a prompt of another model, or of more than is kept here."""
+        found = [prompt.token_ids[at] for at in prompt.places]
+        if found != [self.sight.placeholder] * sum(one.count for one in prompt.pictures):
+            fix = "pass what prepare_chat of this model made"
+            raise PromptError(f"prompt: its places for pictures are not this model's: {fix}")
+        self._require_room("prompt", prompt.pictures)
+
     def _tokenize(self, text: str) -> list[int]:
-        tokenizer = self.processor.tokenizer
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _read(self, one: OpenPicture) -> tuple[Picture, list[int]]:
         """A picture alone, and the tokens that stand for it."""
@@ -125,9 +132,9 @@ class PictureReader:
         arrays = {n: torch.as_tensor(v).numpy() for n, v in found.items() if n not in _OF_TEXT}
         return Picture.of(arrays, ids.count(self.sight.placeholder)), ids
 
-    def _require_room(self, pictures: Sequence[Picture]) -> None:
+    def _require_room(self, name: str, pictures: Sequence[Picture]) -> None:
         needed = sum(one.count for one in set(pictures))
         if needed > self.sight.num_rows:
             room = f"{needed} tokens, and {self.sight.num_rows} are kept at a time"
             fix = "send fewer or smaller ones, or raise picture_tokens"
-            raise PromptError(f"messages: the pictures take {room}: {fix}")
+            raise PromptError(f"{name}: the pictures take {room}: {fix}")

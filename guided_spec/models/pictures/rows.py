@@ -85,7 +85,9 @@ class PictureRows:
         while len(self._free) < picture.count:
             oldest = next(key for key, held in self._held.items() if not held.users)
             self._free += self._held.pop(oldest).rows
-        rows = [self._free.pop() for _ in range(picture.count)]
+        left = len(self._free) - picture.count
+        rows = self._free[left:]
         self._embedding.write(rows, features)
+        del self._free[left:]  # had it failed, nobody would give them back
         self._held[picture.content] = _Held(rows)
         self.num_read += 1

@@ -24,10 +24,7 @@ from guided_spec.grammar.tools.custom import INPUT, custom_names
 from guided_spec.grammar.tools.format import ToolCall
 from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.custom_calls import CustomCalls
-from guided_spec.server.endpoints.messages import (
-    style_variables,
-    template_variables,
-)
+from guided_spec.server.endpoints.messages import style_variables, template_variables
 from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
@@ -47,11 +44,7 @@ from guided_spec.server.endpoints.replies import (
     Usage,
     chat_logprobs,
 )
-from guided_spec.server.endpoints.sampling import (
-    asked_grammar,
-    require_length,
-    sampling_params,
-)
+from guided_spec.server.endpoints.sampling import asked_grammar, require_length, sampling_params
 from guided_spec.server.faults import ApiError, api_error, named_as_sent
 from guided_spec.server.metrics import Tally
 from guided_spec.server.picture_room import HeldPictures
@@ -117,15 +110,12 @@ class ChatRun:
                 held.release()
 
     async def _prompt(self) -> _Prompt:
-        service, body, max_bytes = (
-            self._service,
-            self._body,
-            self._service.settings.max_schema_bytes,
-        )
+        service, body = self._service, self._body
+        max_bytes = service.settings.max_schema_bytes
         asked = await service.workers.run(lambda: asked_grammar(body, max_bytes))
         async with service.room.turn(body.messages):
             try:
-                request = await service.workers.run(lambda: self._prepare(asked.spec))
+                request = await service.workers.run_out(lambda: self._prepare(asked.spec))
             except PromptError as error:
                 raise api_error(error, "messages") from error
             (token_ids,) = await service.encode([request.prompt], "messages")

@@ -25,7 +25,7 @@ async def tokenized(service: Service, body: TokenizeBody) -> Response:
     async with service.room.turn(body.messages or ()):
         prompt: Any = body.prompt
         if body.messages is not None:
-            prompt = await service.workers.run(lambda: _chat_prompt(service, body))
+            prompt = await service.workers.run_out(lambda: _chat_prompt(service, body))
         (token_ids,) = await service.encode([prompt], param)
         del prompt  # it may have large arrays
     return await service.workers.run(lambda: _reply(service, body, token_ids))
