@@ -216,15 +216,10 @@ class _ReadingSteps:
         return self.count >= SAMPLES
 
     def add(self, num_drafted: int, shortest: int) -> None:
-        draft = num_drafted != shortest
         self.count = min(self.count + 1, 2 * SAMPLES)
-        self.against = 0 if draft == self.draft else self.against + 1
+        self.against = self.against + 1 if (num_drafted != shortest) != self.draft else 0
         if self.against == FEW:
-            self.draft, self.against = draft, 0
-
-    def skip(self) -> None:
-        """Count a step that reads nothing."""
-        self.count = max(0, self.count - STRETCH)
+            self.draft, self.against = not self.draft, 0
 
 
 class DraftLengthPolicy:
@@ -264,7 +259,7 @@ class DraftLengthPolicy:
             count = self._with_prompts(state.kept, num_texts, num_read)
             self._reads.add(count, self.lengths[0])
             return count
-        self._reads.skip()
+        self._reads.count = max(0, self._reads.count - STRETCH)
         if state.left == 0:
             self._refresh(state, num_texts)
             self._choose(state, num_texts)
@@ -278,9 +273,8 @@ class DraftLengthPolicy:
 
     def stays_plain(self, num_texts: int) -> bool:
         """Whether this step and the next one have no drafts."""
-        state = self._state(num_texts)
-        is_plain = state.num_drafted == self.lengths[0] and not self.drafts(num_texts)
-        return is_plain and state.left > 1
+        state, plain = self._state(num_texts), self.lengths[0]
+        return not self.drafts(num_texts) and state.num_drafted == plain and state.left > 1
 
     def count(self, step: StepTaken) -> None:
         """Record a finished step."""
@@ -342,15 +336,10 @@ class DraftLengthPolicy:
         if not self._times or own is None:
             return kept
         known = {one for one in self.lengths if self._is_known(one, num_texts)}
-        each = {
-            one: self._seconds_per_token(one, num_texts)
-            for one in self.lengths
-            if one <= kept or one in known
-        }
-        fastest = min(each, key=each.__getitem__)
+        of_interest = [one for one in self.lengths if one <= kept or one in known]
+        worth, fastest = min((self._seconds_per_token(one, num_texts), one) for one in of_interest)
         if fastest not in known:  # a lower bound tells nothing of the others
             return fastest
-        worth = each[fastest]
 
         def batch_of(length: int) -> int:
             return self._batch(length, num_texts) if self._reads.are_many else batch
