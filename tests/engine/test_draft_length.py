@@ -250,6 +250,51 @@ def test_halves_with_drafts_are_compared_with_all_texts_without(
     assert one.drafts(texts) == (best > 0)
 
 
+def in_turns(
+    one: DraftLengthPolicy, world: World, steps: int, texts: int, read: Sequence[int]
+) -> Counter[tuple[int, bool]]:
+    """How many steps drafted so many tokens, and were of a half. Turns hide what drafts take."""
+    dice, taken = random.Random(0), Counter[tuple[int, bool]]()
+    for at in range(steps):
+        num_read, in_halves = read[at % len(read)], one.drafts(texts)
+        count = one.num_draft_tokens(texts, num_read)
+        batch = texts // 2 if in_halves else texts
+        accepted = [0] * batch
+        for text in range(batch):
+            while accepted[text] < count and dice.random() < world.accepts:
+                accepted[text] += 1
+        seconds = world.seconds(batch, count, num_read)
+        if one.drafts(texts) == in_halves:
+            one.count(StepTaken(count, num_read, accepted, seconds, 0, texts))
+        taken[count, in_halves] += 1
+    return taken
+
+
+@pytest.mark.parametrize(("accepts", "best"), [(0.1, (0, False)), (0.9, (K, True))])
+@pytest.mark.parametrize("num_reading", [40, 400])
+def test_turns_follow_the_drafts_of_steps_that_nearly_all_read(
+    accepts: float, best: tuple[int, bool], num_reading: int
+) -> None:
+    """Halves that draft nothing are slow, and so are drafts that nothing hides. The few steps that
+    read none try other lengths, and must not stop half-way."""
+    world = World(accepts, forward=0.01, text=0.001, token=0.001)
+    one = DraftLengthPolicy(K, world.times, in_halves=True)
+    taken = in_turns(one, world, 2000, 64, [0] + [200] * num_reading)
+    assert taken[best] > 0.85 * taken.total()
+    assert one.drafts(64) == best[1]
+
+
+@pytest.mark.parametrize(
+    ("world", "best"),
+    [
+        (World(0.6, forward=1.0, text=0.0, token=0.0), K),  # free, where only half are accepted
+        (World(0.9, forward=0.1, token=40.0), 0),  # too dear, although most are accepted
+    ],
+)
+def test_where_every_step_reads_their_times_decide(world: World, best: int) -> None:
+    assert run(DraftLengthPolicy(K, world.times), world, 600, 8, [40]).drafted[best] > 550
+
+
 def test_each_number_of_texts_goes_its_own_way() -> None:
     """Drafts are free as long as the forward is as long without."""
     world, one = World(0.6, forward=1.0, token=0.0), DraftLengthPolicy(K, UNKNOWN)

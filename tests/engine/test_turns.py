@@ -132,6 +132,17 @@ def test_seeds_give_the_same_texts(
     assert found[0] == found[1]
 
 
+def test_texts_that_must_draft_take_turns_whatever_is_measured(
+    batches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, written: HeadedTarget
+) -> None:
+    """By rejection a text with a seed depends on its drafts: their length is always the same."""
+    monkeypatch.setattr(DraftLengthPolicy, "drafts", lambda *_: False)
+    params = [SamplingParams(max_tokens=40, temperature=0.8, seed=at) for at in range(4)]
+    with make(written, "eagle3", None, verifier="rejection", drafting="auto") as llm:
+        llm.generate(PROMPTS[:4], params)
+    assert ran_in_turns(batches)
+
+
 @pytest.mark.slow
 def test_the_law_is_the_same(batches: list[tuple[int, ...]], tmp_path: Path) -> None:
     target, draft = headed("eagle3", tmp_path)

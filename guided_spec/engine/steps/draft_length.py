@@ -199,6 +199,29 @@ class _SizeState:
     wait: int = SHORTEST
 
 
+@dataclass(slots=True)
+class _ReadingSteps:
+    """Of steps that read prompts: how far they outnumber the others, and whether they draft.
+
+    draft: as the last ``FEW`` of them that agreed.
+    """
+
+    count: int = 0
+    draft: bool = True
+    against: int = 0
+
+    @property
+    def are_many(self) -> bool:
+        """Whether nearly every step reads."""
+        return self.count >= SAMPLES
+
+    def add(self, num_drafted: int, shortest: int) -> None:
+        self.count = min(self.count + 1, 2 * SAMPLES)
+        self.against = self.against + 1 if (num_drafted != shortest) != self.draft else 0
+        if self.against == FEW:
+            self.draft, self.against = not self.draft, 0
+
+
 class DraftLengthPolicy:
     """Chooses the draft length of an engine's steps. num_draft_tokens: of the longest draft, K.
 
@@ -226,25 +249,32 @@ class DraftLengthPolicy:
         self._rest = {length: _Rest() for length in self.lengths}
         self._reading = {length: _Rest() for length in self.lengths}  # of steps with prompts
         self._last = StepTaken(num_draft_tokens, 0, (), 0.0)
+        self._reads = _ReadingSteps()
 
     def num_draft_tokens(self, num_texts: int, num_read: int = 0) -> int:
         """Draft length of the next step. num_read: prompt tokens that it reads."""
         state = self._state(num_texts)
         if num_read:
             self._refresh(state, num_texts)
-            return self._with_prompts(state.kept, num_texts, num_read)
+            count = self._with_prompts(state.kept, num_texts, num_read)
+            self._reads.add(count, self.lengths[0])
+            return count
+        self._reads.count = max(0, self._reads.count - STRETCH)
         if state.left == 0:
             self._refresh(state, num_texts)
             self._choose(state, num_texts)
         return state.num_drafted
 
     def drafts(self, num_texts: int) -> bool:
-        """Whether steps draft now."""
+        """Whether steps draft now: for a few that read prompts, others do not change their ways."""
+        if self._reads.are_many:
+            return self._reads.draft
         return self._state(num_texts).num_drafted != self.lengths[0]
 
     def stays_plain(self, num_texts: int) -> bool:
         """Whether this step and the next one have no drafts."""
-        return not self.drafts(num_texts) and self._state(num_texts).left > 1
+        state, plain = self._state(num_texts), self.lengths[0]
+        return not self.drafts(num_texts) and state.num_drafted == plain and state.left > 1
 
     def count(self, step: StepTaken) -> None:
         """Record a finished step."""
@@ -299,23 +329,32 @@ class DraftLengthPolicy:
         """Best draft length in a forward with prompts. kept: that of steps without prompts."""
         longest, tokens = self.lengths[-1], self._acceptance.tokens
         batch = self._batch(kept, num_texts)
-        if all(self._rest_of(one, batch) is None for one in self.lengths):  # each step reads
-            return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
         own = self._reading[kept].of(batch, may_extrapolate=True)
+        if not self._times and all(self._rest_of(one, batch) is None for one in self.lengths):
+            # Each step reads, and nothing says what a forward without prompts would take.
+            return longest if tokens(longest) - 1 >= longest / 2 else self.lengths[0]
         if not self._times or own is None:
             return kept
-        worth = batch * min(self._seconds_per_token(one, num_texts) for one in self.lengths)
+        known = {one for one in self.lengths if self._is_known(one, num_texts)}
+        of_interest = [one for one in self.lengths if one <= kept or one in known]
+        worth, fastest = min((self._seconds_per_token(one, num_texts), one) for one in of_interest)
+        if fastest not in known:  # a lower bound tells nothing of the others
+            return fastest
+
+        def batch_of(length: int) -> int:
+            return self._batch(length, num_texts) if self._reads.are_many else batch
 
         def seconds(length: int) -> float:
             """A lower bound where it was not measured, so that it is tried."""
-            rest = self._reading[length].of(batch, may_extrapolate=True)
+            rest = self._reading[length].of(batch_of(length), may_extrapolate=True)
             least = own * max(0, length) / max(1, kept) if rest is None else rest
-            return self._forward(batch, length, num_read) + least
+            return self._forward(batch_of(length), length, num_read) + least
 
-        shorter = [length for length in self.lengths if length <= kept]
-        best = max(shorter, key=lambda length: worth * tokens(length) - seconds(length))
-        saved = seconds(kept) - seconds(best) - worth * (tokens(kept) - tokens(best))
-        return best if saved > GAIN * seconds(kept) else kept
+        def gain(length: int) -> float:
+            return worth * batch_of(length) * tokens(length) - seconds(length)
+
+        best = max((length for length in self.lengths if length <= kept), key=gain)
+        return best if gain(best) - gain(kept) > GAIN * seconds(kept) else kept
 
     def _batch(self, length: int, num_texts: int) -> int:
         """Texts of a step."""
@@ -340,6 +379,12 @@ class DraftLengthPolicy:
                 if other != PLAIN
             )
         return rest + self._forward(batch, length)
+
+    def _is_known(self, length: int, num_texts: int) -> bool:
+        """Whether any steps with such drafts were measured."""
+        batch = self._batch(length, num_texts)
+        own = self._reading[length].of(batch, may_extrapolate=True)
+        return own is not None or self._rest_of(length, batch) is not None
 
     def _seconds_per_token(self, length: int, num_texts: int) -> float:
         """Of such steps, at most: where only steps that read were measured, they take no longer."""

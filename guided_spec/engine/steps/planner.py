@@ -112,11 +112,13 @@ class Planner:
 
     def takes_turns(self, in_flight: InFlight) -> bool:
         """Whether one half of the texts drafts while the other one is verified."""
-        num_texts = len(self.scheduler.running(State.DECODE))
-        if not self.turns.are_taken(num_texts, in_flight):
+        texts = self.scheduler.running(State.DECODE)
+        if not self.turns.are_taken(len(texts), in_flight):
             return False
         policy = self.policies.get(True)
-        return policy is None or policy.drafts(num_texts)
+        if policy is None or policy.drafts(len(texts)):
+            return True
+        return not all(map(self._is_free, texts))  # their steps draft whatever it says
 
     def waiting(self, in_flight: InFlight) -> list[Request]:
         """Requests whose prompts are to be read, by slot; not those that take them from others."""

@@ -515,7 +515,10 @@ class Scan:
         self._try_known(unknown, probe)
         for token in unknown:
             if token not in self._ways and self._trials:
+                count = len(self._state.turns)
                 self._search(token, probe)
+                for way in self._state.turns[count:]:  # the others may need no search then
+                    self._try(unknown, way, probe)
 
     def _try_known(self, token_ids: Sequence[int], probe: Probe) -> None:
         """Record paths that fit after tokens: a known one, or its rest after what they write."""

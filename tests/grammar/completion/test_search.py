@@ -13,6 +13,7 @@ import pytest
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion import search
 from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.completion.search import Scan, SearchEndings, SearchTokens
 from guided_spec.grammar.completion.spelling import Spelling
@@ -277,6 +278,19 @@ def test_where_a_limited_string_ends_rows_are_those_of_a_full_look(
         assert matcher.accept_token(byte)
         assert looking.accept_token(byte)
     assert len(looks) > 9
+
+
+def test_what_one_search_finds_serves_the_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After many tokens the same way fits, which a row may not search for after each of them."""
+    compiled, rows = compiled_of("string"), list[set[int]]()
+    for trials in (1, 99):
+        monkeypatch.setattr(search, "_TRIALS", trials)
+        endings = endings_of(compiled)
+        budget = endings.cost(endings.start) + 12
+        matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
+        assert matcher.accept_token(ord('"'))
+        rows.append(legal(matcher, EOS + 1))
+    assert len(rows[0] & rows[1]) > 0.8 * len(rows[1])
 
 
 def test_steps_that_close_come_first_and_worn_ones_last() -> None:
