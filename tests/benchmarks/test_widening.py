@@ -72,12 +72,22 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def test_the_configuration_says_nothing_of_the_file_that_was_read(tmp_path: Path) -> None:
+def test_the_configuration_says_nothing_of_the_file_that_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights of a GGUF file are dequantized, and other engines read what is written here."""
-    model = load_model(write_small(tmp_path).target, device="cpu", dtype=torch.float32)
-    model.config.quantization_config = {"quant_method": "gguf"}
-    how = models._widening(model, WIDE)
-    assert "quantization_config" not in models._config(model, how, torch.float32)
+
+    def load(*names: Any, **options: Any) -> Any:
+        model: Any = load_model(*names, **options)
+        model.config.quantization_config = {"quant_method": "gguf"}
+        return model
+
+    monkeypatch.setattr(models, "load_model", load)
+    where: dict[str, Any] = {"shape": WIDE, "dtype": torch.float32}
+    found = write_wide(tmp_path / "wide", target=write_small(tmp_path).target, **where)
+    config = json.loads((found.target / "config.json").read_text())
+    assert config["hidden_size"] == WIDE.hidden_size
+    assert "quantization_config" not in config
 
 
 def test_the_same_logits(pair: Pair) -> None:

@@ -115,17 +115,18 @@ def test_rows_inside_a_string_cost_one_mask_and_few_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However near the end is: what was found at its first letter holds for the others."""
-    fill, takes, asked = LLGuidanceMatcher._fill, LLGuidanceMatcher.takes, Counter[str]()
+    fill, takes = LLGuidanceMatcher.fill_next_token_bitmask, LLGuidanceMatcher.takes
+    asked = Counter[str]()
 
-    def counted_fill(matcher: LLGuidanceMatcher, row: Any) -> None:
+    def counted_fill(matcher: LLGuidanceMatcher, bitmask: Any, index: int = 0) -> bool:
         asked["fill"] += 1
-        fill(matcher, row)
+        return fill(matcher, bitmask, index)
 
     def counted_takes(matcher: LLGuidanceMatcher, token_ids: Any) -> bool:
         asked["takes"] += 1
         return takes(matcher, token_ids)
 
-    monkeypatch.setattr(LLGuidanceMatcher, "_fill", counted_fill)
+    monkeypatch.setattr(LLGuidanceMatcher, "fill_next_token_bitmask", counted_fill)
     monkeypatch.setattr(LLGuidanceMatcher, "takes", counted_takes)
     compiled = compiled_of("closed")
     matcher = CompletingGrammar(compiled, endings_of(compiled), 60).new_matcher()
