@@ -226,7 +226,7 @@ class SearchEndings(Endings):
         # The row may have the token for the sake of another way, found later and shorter.
         seen = None if state.scan is None else state.scan.path_after(key)
         least = self.cost(state.after[key])
-        if seen is not None and self.cost(Path(seen)) < least and self.completes(probe, (), seen):
+        if seen is not None and self.cost(Path(seen)) < least and self.completes(probe, seen):
             self._keep(state, key, seen)
         return state.after[key]
 
@@ -275,24 +275,25 @@ class SearchEndings(Endings):
         """Whether fewer than ``remaining`` tokens write a path and end the text."""
         return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
 
-    def completes(self, probe: Probe, token_ids: Sequence[int], text: bytes) -> bool:
-        """Whether these tokens, this text and a stop token complete the text; does not move."""
-        if len(text) > 2 * _HEAD:  # most that do not fit do not begin to, and cost little
-            head = self.spelling.write(text[:_HEAD])
-            if head is None or not probe.takes((*token_ids, *head)):
-                return False
-        written = self.spelling.write(text)
-        return written is not None and probe.takes((*token_ids, *written, self._stop))
+    def completes(self, probe: Probe, text: bytes) -> bool:
+        """Whether this text and a stop token complete the text; does not move."""
+        return bool(self._completed(probe, [()], text))
 
     def completed_by(self, probe: Probe, tokens: Sequence[int], text: bytes) -> list[int]:
         """Those of the tokens after which this text and a stop token complete the text."""
-        head, written = self.spelling.write(text[:_HEAD]), self.spelling.write(text)
-        if head is None or written is None:
-            return []
-        whole = (*written, self._stop)
-        for tail in (head, whole) if len(text) > 2 * _HEAD else (whole,):
-            tokens = list(compress(tokens, probe.takes_each([(one, *tail) for one in tokens])))
-        return [*tokens]
+        return [token for (token,) in self._completed(probe, [(one,) for one in tokens], text)]
+
+    def _completed(
+        self, probe: Probe, starts: Sequence[tuple[int, ...]], text: bytes
+    ) -> Sequence[tuple[int, ...]]:
+        # Most that do not fit do not begin to, and cost little.
+        for part in (text[:_HEAD], text) if len(text) > 2 * _HEAD else (text,):
+            written = self.spelling.write(part)
+            if written is None:
+                return ()
+            end = (*written, self._stop) if part is text else written
+            starts = list(compress(starts, probe.takes_each([(*one, *end) for one in starts])))
+        return starts
 
     def _after(self, state: Path, data: bytes, probe: Probe) -> bytes | None:
         if state.text.startswith(data):
@@ -300,14 +301,14 @@ class SearchEndings(Endings):
         # All of the path may still be missing, or all but as much.
         ways = [state.text, state.text[len(data) :], *state.turns]
         ways.sort(key=self.spelling.num_tokens)
-        shortest = next((way for way in ways if self.completes(probe, (), way)), None)
+        shortest = next((way for way in ways if self.completes(probe, way)), None)
         return self._find(probe, state.text, _STEPS) if shortest is None else shortest
 
     def _find(self, probe: Probe, before: bytes, most: int) -> bytes | None:
         """A path by depth-first search in at most ``most`` steps; None if none is found."""
         ends = list(_ends_of(before))
         quick = (value + end for end in ends for value in _VALUES)
-        found = next((text for text in quick if self.completes(probe, (), text)), None)
+        found = next((text for text in quick if self.completes(probe, text)), None)
         if found is not None:
             return found
         search = _Search(self, probe)
@@ -337,7 +338,7 @@ class _Search:
         if len(self._options) > len(self._way):
             return None  # back at a place that was looked at
         for end in ends:
-            if self._endings.completes(self._probe, (), end):
+            if self._endings.completes(self._probe, end):
                 return self._text() + end
         self._row = legal_row(self._grammars, self._endings.vocab_size)
         return self._text() if bits_of(self._row, self._tokens.stops).any() else None
