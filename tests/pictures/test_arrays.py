@@ -104,6 +104,7 @@ def test_what_was_sent_is_let_go() -> None:
         until(lambda: left() is None)
 
 
+@pytest.mark.slow
 def test_arrays_are_not_copied_into_messages(folder: Path) -> None:
     """A copy of them would hold up the event loop, and all clients with it."""
     with EngineProcess(str(folder), proposer="none", max_model_len=512) as engine:
@@ -240,6 +241,7 @@ def test_released_pictures_are_let_go_by_all() -> None:
     assert prompt.num_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_waiting_requests_hold_files(
     monkeypatch: pytest.MonkeyPatch, folder: Path, num_samples: int
