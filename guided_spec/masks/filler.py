@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 from guided_spec.home import once_per_process
+from guided_spec.masks.batch import RowBatch
 from guided_spec.masks.constraint import Fork
-from guided_spec.masks.rows import MaskRows, XGrammarBatch
+from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.host import named_range
 
 
@@ -139,7 +140,7 @@ DRAFTS_AT_ONCE = 16  # before the first look at the clock; twice as many before 
 # they may take so much, and some more for each, before each of their texts counts as a long one.
 LONG = 0.02
 LONG_ROW = 0.0003
-# Walks that are worth a call of xgrammar's for the rows of one depth together.
+# Walks that are worth a native call for the rows of one depth together.
 DRAFTS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
 # interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
@@ -155,7 +156,7 @@ class RowFiller:
 
     def __init__(self, rows: MaskRows) -> None:
         self._rows = rows
-        self._batch = XGrammarBatch()  # of the thread that calls ``fill``
+        self._batches = [RowBatch()]  # of each thread; the first of the one that calls ``fill``
 
     def fill(self, drafts: Sequence[RequestDraft], *, threads: int | None = None) -> None:
         """Fill every missing row of these drafts, up to the one after the last token so far.
@@ -190,22 +191,24 @@ class RowFiller:
             start, count = start + count, 2 * count
 
     def _fill_here(self, drafts: Sequence[RequestDraft]) -> None:
-        self._fill_share(drafts, self._batch)
+        self._fill_share(drafts, self._batches[0])
 
     def _fill_apart(self, drafts: Sequence[RequestDraft], threads: int) -> None:
         """Deal the drafts out; this thread takes its share too."""
+        self._batches += (RowBatch() for _ in range(len(self._batches), threads))
         own, *others = (drafts[start::threads] for start in range(threads))
         running: list[Future[None]] = [
-            _pool().submit(self._fill_share, share, XGrammarBatch()) for share in others
+            _pool().submit(self._fill_share, share, batch)
+            for share, batch in zip(others, self._batches[1:], strict=False)
         ]
         try:
-            self._fill_share(own, self._batch)
+            self._fill_share(own, self._batches[0])
         finally:
             wait(running)  # whatever happens: nobody may write into the next step's rows
         for share in running:
             share.result()
 
-    def _fill_share(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
+    def _fill_share(self, drafts: Sequence[RequestDraft], batch: RowBatch) -> None:
         """One by one where they are few, or where it counts what each of them takes."""
         alone = [draft for draft in drafts if draft.fork is not None and draft.fork.is_timed]
         together = [draft for draft in drafts if draft not in alone] if alone else drafts
@@ -241,7 +244,7 @@ class RowFiller:
         fork.seconds += seconds
         return seconds
 
-    def _fill_together(self, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
+    def _fill_together(self, drafts: Sequence[RequestDraft], batch: RowBatch) -> None:
         """Every draft's next missing row, then the row after that, ..."""
         for draft in drafts:
             if draft.fork is not None and len(draft.drafted) > draft.filled:
@@ -263,8 +266,8 @@ class RowFiller:
                         draft.fork.seconds += seconds
             drafts = left
 
-    def _fill_level(self, batch: XGrammarBatch, drafts: Sequence[RequestDraft]) -> None:
-        """One row of each draft: xgrammar's in one call, others one by one."""
+    def _fill_level(self, batch: RowBatch, drafts: Sequence[RequestDraft]) -> None:
+        """One row of each draft: those that ``batch`` takes in one call, others one by one."""
         matchers: list[Any] = []
         cells: list[tuple[int, int]] = []
         restricted: list[RequestDraft] = []

@@ -1,8 +1,7 @@
 """The mask rows of a step: filled on the host, read where the model runs.
 
 The host's memory for rows, which forbid nothing while they are untouched, and how they get to a
-CUDA device; the tables there that rows can come from instead; and xgrammar's own matchers, which
-fill many rows in one call.
+CUDA device; and the tables there that rows can come from instead.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from guided_spec.grammar.protocol import RowSource
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.home import once_per_process
+from guided_spec.masks.batch import RowBatch
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
@@ -235,34 +235,6 @@ class DeviceTables:
         return own.to(self._device, non_blocking=True)
 
 
-class XGrammarBatch:
-    """One native loop instead of one of Python's. Used by one thread at a time.
-
-    The interpreter is free for other threads until the last row is filled. xgrammar's own threads
-    are not used: it starts new ones for every call, and takes a lock for each row.
-    """
-
-    def __init__(self) -> None:
-        import xgrammar  # only here: it loads transformers
-
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
-        self._kind = xgrammar.GrammarMatcher
-
-    def takes(self, matcher: object) -> bool:
-        """Whether the matcher is xgrammar's own."""
-        return isinstance(matcher, self._kind)
-
-    def fill(
-        self, matchers: Sequence[Any], bitmask: NDArray[np.int32], rows: Sequence[int]
-    ) -> None:
-        """Write row ``rows[i]`` of a contiguous int32 [rows, W] bitmask from matcher i, for all i.
-
-        The matchers stay where they are. Raises RuntimeError where one of them is terminated: rows
-        of any of them may be left unwritten then.
-        """
-        self._batch.batch_fill_next_token_bitmask(list(matchers), bitmask, list(rows))
-
-
 class MaskBlock:
     """int32 [rows, W], cleared and filled again in every step; row ``rows`` is never filled.
 
@@ -300,7 +272,7 @@ class MaskBlock:
         self._is_filled[row] = True  # first: a matcher that fails may have written a part of it
         matcher.fill_next_token_bitmask(self._rows, row)
 
-    def fill_many(self, batch: XGrammarBatch, matchers: Sequence[Any], rows: list[int]) -> None:
+    def fill_many(self, batch: RowBatch, matchers: Sequence[Any], rows: list[int]) -> None:
         """Fill ``rows`` from as many matchers that ``batch`` takes, in one call."""
         self._is_filled[rows] = True
         batch.fill(matchers, self._array, rows)
@@ -480,11 +452,11 @@ class MaskRows:
         self._block.fill(matcher, depth * self._active + request)
 
     def fill_many(
-        self, batch: XGrammarBatch, matchers: Sequence[Any], cells: Sequence[tuple[int, int]]
+        self, batch: RowBatch, matchers: Sequence[Any], cells: Sequence[tuple[int, int]]
     ) -> None:
         """Fill the row at ``cells[i]``, (request, depth), from matcher i, for all i, in one call.
 
-        All the matchers are xgrammar's own.
+        ``batch`` takes all the matchers.
         """
         rows = [depth * self._active + request for request, depth in cells]
         self._block.fill_many(batch, matchers, rows)

@@ -23,10 +23,11 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.markers import AfterGrammar, Marker
 from guided_spec.masks import filler as row_filler
+from guided_spec.masks.batch import RowBatch
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.filler import RequestDraft, RowFiller
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import MaskRows, XGrammarBatch
+from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.types import Draft
 from tests.grammar.backends.own_backends import Listed
@@ -157,23 +158,23 @@ def test_rows_filled_before_are_left_alone(picks: list[list[int]], asked: list[b
     assert torch.equal(case.rows.first(len(drafts), DEPTHS), alone)
 
 
-def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_libraries_are_filled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[int] = []
-    fill = XGrammarBatch.fill
+    fill = RowBatch.fill
 
-    def counting(batch: XGrammarBatch, matchers: Sequence[Any], *args: Any) -> None:
+    def counting(batch: RowBatch, matchers: Sequence[Any], *args: Any) -> None:
         together.append(len(matchers))
         fill(batch, matchers, *args)
 
-    monkeypatch.setattr(XGrammarBatch, "fill", counting)
+    monkeypatch.setattr(RowBatch, "fill", counting)
     case = Case([[60, 62, 3]] * len(GRAMMARS), 0)  # "<>" ends the free part of the third
     drafts = case.request_drafts()
     missing = [draft for draft in drafts if draft.num_missing]
-    RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
-    assert together[0] == 2
-    assert max(together) > 2  # the one behind the marker, where it got there
-    sources = [XGrammarBatch().takes(w.fork.text.own_matcher) for w in drafts if w.fork]
-    assert sources == [True, True, True, False, False, False, False, False]
+    RowFiller(case.rows)._fill_together(missing, RowBatch())
+    assert together[0] == 4
+    assert max(together) > 4  # the one behind the marker, where it got there
+    sources = [RowBatch().takes(w.fork.text.own_matcher) for w in drafts if w.fork]
+    assert sources == [True, True, True, True, True, True, False, False]
 
 
 def _lookahead(count: int, make: Callable[[int], CompiledGrammar]) -> Lookahead:
@@ -194,7 +195,7 @@ def test_other_threads_help_where_rows_take_long(
     shares: list[int] = []
     fill = RowFiller._fill_together
 
-    def counting(filler: RowFiller, drafts: Sequence[RequestDraft], batch: XGrammarBatch) -> None:
+    def counting(filler: RowFiller, drafts: Sequence[RequestDraft], batch: RowBatch) -> None:
         shares.append(len(drafts))
         fill(filler, drafts, batch)
 

@@ -340,17 +340,30 @@ class LLGuidanceMatcher(Matcher):
         All zero, a dead end, where llguidance gives up: no token of the vocabulary is legal, or the
         grammar is too complex here. Raises GrammarStateError on a terminated matcher.
         """
+        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+        self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.finish(row)
+        return not np.array_equal(row, full_row(self._source.vocabulary.vocab_size))
+
+    @property
+    def native(self) -> Any:
+        """llguidance's own. Raises GrammarStateError on a terminated matcher."""
         if self._has_ended:
             raise GrammarStateError("the text is complete: no token can follow")
-        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
-        self._fill(row)
+        return self._matcher
+
+    def finish(self, row: NDArray[np.int32]) -> None:
+        """Correct a row, int32 [W], that ``native`` has filled."""
         if self._matcher.is_error():
             self._replay()  # a new lexer, too: the shared one may be full
-            self._fill(row)
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if self._matcher.is_error():
                 self._replay()
                 row[:] = 0  # llguidance would allow a stop token in the middle of the text
-        return not np.array_equal(row, full_row(self._source.vocabulary.vocab_size))
+        if self._source.named and not self._matcher.is_accepting():
+            # Where a named token may come, llguidance 1.9 allows stop tokens but the first one too.
+            vocabulary = self._source.vocabulary
+            row &= ~row_of(vocabulary.stop_token_ids, vocabulary.vocab_size)
 
     def fork(self) -> LLGuidanceMatcher:
         """An independent copy at the same position."""
@@ -375,13 +388,6 @@ class LLGuidanceMatcher(Matcher):
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""
         return self._has_ended
-
-    def _fill(self, row: NDArray[np.int32]) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._source.named and not self._matcher.is_accepting():
-            # Where a named token may come, llguidance 1.9 allows stop tokens but the first one too.
-            vocabulary = self._source.vocabulary
-            row &= ~row_of(vocabulary.stop_token_ids, vocabulary.vocab_size)
 
     def _has_bytes(self, token_id: int) -> bool:
         source = self._source
