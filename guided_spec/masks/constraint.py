@@ -6,8 +6,9 @@ back does not.
 
 The committed tokens are the truth: a text that disagrees with them is made anew. Where they do not
 end the text, original and fork may accept them later, while the next step runs on the device, and
-some steps later still where a table gives the text's state. The fork is not needed there: it is
-copied from the original when it is needed and has missed many tokens.
+some steps later still where a table gives the text's state. The fork is not needed there, nor in
+steps that draft nothing, where the original fills the row: it is copied from the original when it
+is needed and has missed many tokens.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class Constraint:
         self.has_lost_end = False
         self._original = new_text(compiled)
         self.is_terminated = self._original.is_terminated()
-        self._fork = Fork(self._original.fork())
+        self._fork = self._used = Fork(self._original.fork())
+        self._plain = Fork(self._original)  # never has a draft
+        self._num_noted = 0  # committed tokens whose rows ``steered`` knows of
         self._place: TableState | None = None  # of the committed text, as long as that is enough
         self._failure: GrammarStateError | None = None
 
@@ -140,27 +143,27 @@ class Constraint:
     @property
     def is_timed(self) -> bool:
         """As of its fork: whether ``seconds`` are the CPU's."""
-        return self._fork.is_timed
+        return self._used.is_timed
 
     @is_timed.setter
     def is_timed(self, is_timed: bool) -> None:
-        self._fork.is_timed = is_timed
+        self._fork.is_timed = self._plain.is_timed = is_timed
 
     @property
     def seconds(self) -> float:
-        """What its matchers took since ``fork`` was called last, by a clock; where rows were filled
-        with those of others, at least so much.
+        """What its matchers took since ``fork`` or ``undrafted`` was called last, by a clock; where
+        rows were filled with those of others, at least so much.
         """
-        return self._fork.seconds
+        return self._used.seconds
 
     @property
     def cpu_seconds(self) -> float:
         """Those of them that are known to be the CPU's."""
-        return self._fork.seconds if self._fork.is_timed else self._fork.cpu_seconds
+        return self._used.seconds if self._used.is_timed else self._used.cpu_seconds
 
     def clear_seconds(self) -> None:
         """Forget them: where a table has the text's rows, ``fork`` may not be called for long."""
-        self._fork.seconds = self._fork.cpu_seconds = 0.0
+        self._used.seconds = self._used.cpu_seconds = 0.0
 
     @property
     def has_budget(self) -> bool:
@@ -198,11 +201,26 @@ class Constraint:
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
         began = self._fork.now()
+        self._used = self._fork
         self._advance_fork()
         fork = self._fork
         fork.rollback_to(0)
         fork.seconds, fork.cpu_seconds = fork.now() - began, 0.0
         return fork
+
+    def undrafted(self) -> Fork:
+        """``fork``, for a step that drafts nothing: the original, or the row of ``prepare``.
+
+        So a token is read once. The fork lags behind until it is asked for again.
+        """
+        if self._used is not self._plain and self.fork().kept is not None:
+            return self._fork
+        began = self._plain.now()
+        self._advance_original()
+        plain = self._used = self._plain
+        plain.commit()
+        plain.seconds, plain.cpu_seconds = plain.now() - began, 0.0
+        return plain
 
     def prepare(self, num_words: int) -> None:
         """Bring original and fork to the end of the committed text, and fill the row after it.
@@ -229,20 +247,23 @@ class Constraint:
             raise failure
         original, fork = self._original, self._fork
         taken = list(token_ids[: original.accept_tokens(token_ids)])
-        _require_working(original, fork.text)
+        _require_working(original, self._used.text)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
-        if (
-            is_refused
-            or fork.advance(taken) < len(taken)
-            # A fork that takes the text for complete fills no more masks: nothing would be illegal.
-            or fork.text.is_terminated() != original.is_terminated()
+        if is_refused or (
+            self._used is fork
+            and (
+                fork.advance(taken) < len(taken)
+                # A fork that takes the text for complete fills no more masks: nothing would be
+                # illegal.
+                or fork.text.is_terminated() != original.is_terminated()
+            )
         ):
             taken = self._resync(token_ids)
-        start = len(self.committed)
         self.committed.extend(taken)
         self._place = None
         self.is_terminated = self._original.is_terminated()
-        self._commit_fork(start)
+        self._used.commit()
+        self._note_rows()
         return taken
 
     def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
@@ -272,11 +293,12 @@ class Constraint:
             return
         length = len(self.committed) - count
         del self.committed[length:]
+        self._advance_fork()
         for text in (self._original, self._fork.text):
             text.rollback_to(length)
         self._fork.start = length
         self._place = None
-        self.steered = [at for at in self.steered if at < length]
+        self._forget_rows(length)
         self.is_terminated = self._original.is_terminated()
 
     def restart(self, length: int) -> None:
@@ -286,7 +308,7 @@ class Constraint:
         where a new matcher refuses one of these tokens.
         """
         del self.committed[length:]
-        self.steered = [at for at in self.steered if at < length]
+        self._forget_rows(length)
         self._failure = None
         self._resync(())
 
@@ -294,19 +316,20 @@ class Constraint:
         """Bring original and fork to the end of the committed text; returns why that cannot be.
 
         Where one refuses a token, both are made anew, as by ``commit``. They may lag in a text
-        whose table gives its state.
+        whose table gives its state, and the fork after ``undrafted``.
         """
         if self._place is None:
-            began = self._fork.now()
+            began = self._used.now()
             self._read_committed()
-            self._fork.seconds += self._fork.now() - began
+            self._used.seconds += self._used.now() - began
         elif len(self._unread) >= MOST_UNREAD:
             self._advance_original()  # nobody may ever ask for the fork
         return self._failure
 
     def _read_committed(self) -> GrammarStateError | None:
-        """``catch_up`` of both, in any case."""
-        self._advance_fork()
+        """``catch_up``, in any case."""
+        if self._used is self._fork:
+            self._advance_fork()
         self._advance_original()
         return self._failure
 
@@ -321,6 +344,8 @@ class Constraint:
         unread = self.committed[len(original.token_ids) :]
         if unread:
             is_refused = original.accept_tokens(unread) < len(unread)
+            if self._used is self._plain:
+                self._note_rows_safely()
             if is_refused or original.is_terminated():
                 self._rebuild()
 
@@ -333,34 +358,41 @@ class Constraint:
         is_refused = False
         if fork.depth or len(unread) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
             is_refused = fork.advance(unread) < len(unread)
-            self._commit_fork_safely(start)
         else:  # it has no draft: one of the original's stands there, too
-            self._commit_fork_safely(start)
+            self._note_rows_safely()
             self._advance_original()
-            self._fork.text = self._original.fork()
-            self._commit_fork_safely(start)
+            fork = self._fork
+            fork.text = self._original.fork()
+        fork.commit()
+        self._note_rows_safely()
         if is_refused or fork.text.is_terminated():
             self._rebuild()
 
-    def _commit_fork_safely(self, start: int) -> None:
-        """``_commit_fork`` of a text that is committed; why that cannot be is kept."""
+    def _note_rows_safely(self) -> None:
+        """``_note_rows`` of a text that is committed; why that cannot be is kept."""
         try:
-            self._commit_fork(start)
+            self._note_rows()
         except GrammarStateError as error:
             self._failure = error
 
-    def _commit_fork(self, start: int) -> None:
-        """Commit the draft of the fork, from ``start`` on.
+    def _note_rows(self) -> None:
+        """Note what rows of the committed text lacked; the last row of each was the original's, or
+        the fork's.
 
-        It filled the rows, and still knows those of the committed path. Raises GrammarStateError
-        where it knows no path to the end of a text that must be complete.
+        Raises GrammarStateError where no path to the end of a text is known that must be complete.
         """
-        self._fork.commit()
-        text = self._fork.text
-        if steered := text.steered:
-            self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
-        if text.has_lost_end and not self.has_lost_end:
+        text, drafted, length = self._original, self._fork.text, len(self.committed)
+        if text.steered or drafted.steered:
+            new = range(self._num_noted, length)
+            self.steered.extend(at for at in new if at in text.steered or at in drafted.steered)
+        self._num_noted = length
+        if self._used.text.has_lost_end and not self.has_lost_end:
             self._lose_end("no path to the end of the text within max_tokens is known")
+
+    def _forget_rows(self, length: int) -> None:
+        """Of all tokens but the first ``length``."""
+        self.steered = [at for at in self.steered if at < length]
+        self._num_noted = min(self._num_noted, length)
 
     def _lose_end(self, reason: str) -> None:
         self.has_lost_end = True
@@ -393,8 +425,9 @@ class Constraint:
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
         self._original = text
         self.is_terminated = text.is_terminated()
-        before, self._fork = self._fork, Fork(text.fork(), len(self.committed))
-        self._fork.is_timed, self._fork.seconds = before.is_timed, before.seconds
+        before, self._fork = self._used, Fork(text.fork(), len(self.committed))
+        self._used, self._plain = self._fork, Fork(text)
+        self.is_timed, self._fork.seconds = before.is_timed, before.seconds
         self._place = None
         self.resyncs += 1
         return wanted[len(self.committed) : end]

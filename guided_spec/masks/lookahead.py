@@ -436,14 +436,19 @@ class Lookahead:
             draft.is_paused = self._pause(draft.request)
 
     def _wake(self) -> None:
+        """Something may be drafted."""
+        self._take(Constraint.fork)
+
+    def _take(self, fork_of: Callable[[Constraint], Fork]) -> None:
+        """Take the constraints' forks, once in a step."""
         if self._is_asleep:
             self._is_asleep = False
             for draft, constraint in zip(self._drafts, self._constraints, strict=True):
                 if constraint is not None and not draft.is_tabled:
-                    draft.take(constraint.fork())
+                    draft.take(fork_of(constraint))
 
     def _fill(self, drafts: Sequence[RequestDraft]) -> None:
-        self._wake()
+        self._take(Constraint.undrafted)  # if nobody was awake before, nothing is drafted
         started = time.perf_counter()
         self._filler.fill(drafts)
         self.fill_seconds += time.perf_counter() - started
