@@ -39,18 +39,20 @@ from guided_spec.ops.linear.fp8_linear import Fp8Weight
 from guided_spec.ops.linear.linear import linear
 from guided_spec.ops.pointwise import silu_mul_packed
 
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+OPENING = ("gate_proj", "up_proj")
+FUSED = "gate_up_proj"  # both in one
+ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 def feed_of(mlp: Any) -> Callable[[Tensor], Tensor]:
     """What computes a stock MLP, or experts: normed states [N, H] to their output [N, H]."""
     if _has_plain_projections(mlp):
-        return _packed_mlp(mlp)
+        return _packed_mlp(mlp, _activation(mlp))
     return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
 
 
-def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
-    gate_up, down, activation = pack([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, mlp.act_fn
+def _packed_mlp(mlp: Any, activation: Any) -> Callable[[Tensor], Tensor]:
+    gate_up, down = pack(_opening(mlp)), mlp.down_proj
     is_silu = isinstance(activation, type(ACT2FN["silu"]))
 
     def feed(states: Tensor) -> Tensor:
@@ -77,8 +79,19 @@ def _stock_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _has_plain_projections(mlp: Any) -> bool:
-    linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
-    return hasattr(mlp, "act_fn") and all(map(is_plain, linears)) and can_be_joined(linears[:2])
+    opening = _opening(mlp)
+    are_plain = all(map(is_plain, [*opening, getattr(mlp, "down_proj", None)]))
+    return are_plain and _activation(mlp) is not None and can_be_joined(opening)
+
+
+def _opening(mlp: Any) -> list[Any]:
+    """What makes gate and up, in this order; None of what is missing."""
+    names = [FUSED] if hasattr(mlp, FUSED) else OPENING
+    return [getattr(mlp, name, None) for name in names]
+
+
+def _activation(mlp: Any) -> Any:
+    return next((getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)), None)
 
 
 MAY_NORMALIZE = (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)  # the others do
