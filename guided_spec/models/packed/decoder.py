@@ -129,7 +129,7 @@ class PackedDecoder:
         self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
         self._scale = _multiplier(decoder, EMBEDDING)
-        self._divisor = _multiplier(self._config, LOGITS)
+        self._divisor = _multiplier(self._config.get_text_config(decoder=True), LOGITS)
         layers, rotations = decoder.layers, _rotations(model, decoder, max_length)
         norms = [LayerNorms.of(layer) for layer in layers]
         self._first, *outer = (one.before for one in norms)
