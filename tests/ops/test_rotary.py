@@ -122,12 +122,12 @@ def test_it_is_what_transformers_computes(shape: QkvShape, norm: str, part: int)
     query = query[:, :, :: shape.stride]
     norms, is_whole, come_after = None, norm == "all heads", norm == "heads after"
     count = (shape.queries, shape.keys) if is_whole else (1, 1)
-    stock = [Qwen3RMSNorm(shape.size * number, 1e-6) for number in count]
+    stock: list[Any] = [Qwen3RMSNorm(shape.size * number, 1e-6) for number in count]
     for one in stock:
         torch.nn.init.uniform_(one.weight)
     if norm:
-        weights = [one.weight.detach() for one in stock]
-        norms = HeadNorms(*weights, 1e-6, is_whole, come_after)
+        for_query, for_key = (one.weight.detach() for one in stock)
+        norms = HeadNorms(for_query, for_key, 1e-6, is_whole, come_after)
     if norm and not come_after:
         query, key = (
             one(each.flatten(2)).view(each.shape) if is_whole else one(each)
@@ -136,7 +136,7 @@ def test_it_is_what_transformers_computes(shape: QkvShape, norm: str, part: int)
     slots, positions = places.tokens
     turns = places.positions.clamp_max(LENGTH - 1)
     cos, sin = (part[turns].unsqueeze(0) for part in rotation[:2])
-    rotate = apply_pairs if shape.in_pairs else apply_rotary_pos_emb
+    rotate: Any = apply_pairs if shape.in_pairs else apply_rotary_pos_emb
     query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
     if come_after:
         query, key = stock[0](query), stock[1](key)

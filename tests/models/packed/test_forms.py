@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -25,9 +25,12 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.heads import PackedMtp
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.attention.slot_attention import HeadNorms
+from guided_spec.types import SamplingParams
 from tests.models.fp8_checkpoints import FORMS, write_fp8
+from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build, make_line_lm
+from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 VOCAB = 64
 BEHIND = ["olmo2", "olmo3", "exaone4"]  # with no norm before
@@ -146,6 +149,44 @@ def test_weights_in_fp8(name: str, form: str, tmp_path: Path) -> None:
     assert texts(model, prompts, expected) == expected
 
 
+@pytest.mark.parametrize(("name", "merged"), [("phi3", "qkv_proj"), ("olmo3", "k_proj")])
+@torch.inference_mode()
+def test_a_merged_adapter(name: str, merged: str, tmp_path: Path) -> None:
+    model: Any = make(name)
+    model.save_pretrained(tmp_path / "base")
+    base: Any = load_model(tmp_path / "base", device="cpu")
+    settings = LoraConfig(r=4, target_modules=[merged, "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(base, settings).eval()
+    ids = torch.tensor(prompts_of([11], VOCAB, 2))
+    expected = adapted(ids).logits
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    lm = make_line_lm(load_model(tmp_path / "adapter", device="cpu"), num_slots=1, max_length=20)
+    found = lm.forward(SlotInputs(ids, [0], [0], [11])).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert float((model(ids).logits - expected).abs().max()) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmo3", "phi3", "glm4", "granite"])
+def test_an_eagle3_head_drafts_for_it_and_prompts_are_read_once(name: str, tmp_path: Path) -> None:
+    """The texts of a drafting engine are those of a plain one, the second time by kept blocks."""
+    target = build(name, vocab_size=VOCAB_SIZE)
+    write_eagle3(tmp_path, target, draft_vocab_size=VOCAB_SIZE * 3 // 4)
+    prompts = ["The name of the cat is Ada. " * 20, "A", "1, 2.5, "]
+    params, found = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), []
+    for kernels, proposer, draft in (
+        ("stock", "none", None),
+        ("packed", "none", None),
+        ("packed", "eagle3", str(tmp_path)),
+    ):
+        with make_llm(target, proposer, draft, kernels=kernels, max_batch_size=3) as llm:
+            first, outputs = llm.generate(prompts[:1], params), llm.generate(prompts, params)
+        found.append([one.token_ids for one in outputs])
+        assert first[0].token_ids == outputs[0].token_ids
+        assert (outputs[0].stats.cached_tokens > 0) == (kernels == "packed")
+    assert found == [found[0]] * 3
+
+
 @pytest.mark.parametrize("name", [*BEHIND, "glm4", "granite"])
 def test_mtp_modules_of_such_layers_keep_their_stock_form(name: str) -> None:
     assert PackedMtp.of(QwenMtpHead.fresh(make(name), initialize="random"), 10) is None
@@ -214,8 +255,5 @@ def test_half_precision_is_near() -> None:
         lm = make_line_lm(model, num_slots=1, max_length=40)
         found = lm.forward(SlotInputs(ids, [0], [0], [30])).logits
         assert found is not None
-        assert float(_errors(found.float(), expected).median()) < 0.05
-
-
-def _errors(found: Tensor, expected: Tensor) -> Tensor:
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        errors = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(errors.median()) < 0.05

@@ -37,12 +37,12 @@ from tests.whole_drafts import draft_greedily
 
 VOCAB = 64
 CPU = torch.device("cpu")
-DENSE = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "gemma3"]
+DENSE = ["llama", "llama3_rope", "llama_dynamic", "qwen3", "mistral", "qwen2", "gemma3"]
 LATENT = ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu"]
 FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss", *LATENT]
 STOCK = ["bitnet", "glm4_moe"]  # stock modules, with the attention over slots
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-OTHERS = ["llama_dynamic", "gemma2", "deepseek_v32"]
+OTHERS = ["gemma2", "deepseek_v32"]
 
 
 def make(name: str) -> PreTrainedModel:
