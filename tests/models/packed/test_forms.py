@@ -167,7 +167,7 @@ def test_a_merged_adapter(name: str, merged: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmo3", "phi3", "glm4", "granite"])
+@pytest.mark.parametrize("name", ["olmo3", "phi3", "exaone4", "granite"])
 def test_an_eagle3_head_drafts_for_it_and_prompts_are_read_once(name: str, tmp_path: Path) -> None:
     """The texts of a drafting engine are those of a plain one, the second time by kept blocks."""
     target = build(name, vocab_size=VOCAB_SIZE)
