@@ -23,27 +23,27 @@ from guided_spec.models.packed.layer import (
     Norm,
     PackedDelta,
     PackedLayer,
-    kind_of,
     rotation_table,
 )
 from guided_spec.models.pictures.embedding import deep_changes
 from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
-from guided_spec.models.target import find_decoder
+from guided_spec.models.target import find_decoder, kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_branch, rms_norm
 
 FAMILY = {
     *("llama", "mistral", "mixtral", "ministral", "cwm", "seed_oss", "smollm3", "arcee", "gpt_oss"),
-    *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma", "gemma3"),
-    *("olmo2", "olmo3", "exaone4", "phi3", "granite", "hunyuan_v1_dense"),
-    *("glm", "glm4", "ernie4_5", "helium", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mellum"),
+    *("gemma", "gemma3", "olmo2", "olmo3", "olmoe", "flex_olmo", "phi3", "granite", "solar_open"),
+    *("glm", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "youtu"),
+    *("ernie4_5", "exaone4", "exaone_moe", "helium", "hunyuan_v1_dense", "minimax_m2", "hy_v3"),
 }
 """Kinds of transformers: those whose equations over long texts are the ones of short ones."""
 # What a kind like Granite multiplies by: embeddings, what layers add; logits are divided.
 EMBEDDING, RESIDUAL, LOGITS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")
 
 
 LayerStates = KeyValues | DeltaStates  # what a layer keeps of the texts

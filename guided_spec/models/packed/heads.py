@@ -30,7 +30,6 @@ from guided_spec.models.packed.layer import (
     Norm,
     PackedLayer,
     as_rotation,
-    kind_of,
     rotation_table,
 )
 from guided_spec.models.packed.weights import PackedWeights, pack
@@ -38,6 +37,7 @@ from guided_spec.models.pictures.axes import split_by, split_of
 from guided_spec.models.pictures.vision import SERVED
 from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 

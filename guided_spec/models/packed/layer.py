@@ -18,6 +18,7 @@ from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.models.pictures.axes import NUM_AXES, split_of
+from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -43,15 +44,9 @@ HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))  # bef
 SHIFTS = {
     **dict.fromkeys(("GemmaRMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"), 1.0),
     **dict.fromkeys(("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"), 1.0),
-    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm", "HeliumRMSNorm"), 0.0),
+    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm", "FlexOlmoRMSNorm", "HeliumRMSNorm"), 0.0),
 }
 IN_PAIRS = ("glm", "glm4", "ernie4_5", "helium")  # kinds whose heads are rotated so
-
-
-def kind_of(module: Any) -> str:
-    """The name of transformers' kind of model that a module is of; "" for others."""
-    name, _, kind = type(module).__module__.rpartition(".modeling_")
-    return kind if name == f"transformers.models.{kind}" else ""
 
 
 class Norm(NamedTuple):
