@@ -109,6 +109,19 @@ def empty(shape: QkvShape, places: SlotIndex, block: int = 4) -> KeyValues:
     return KeyValues(torch.zeros(size), torch.zeros(size))
 
 
+def norms_as(norm: str, shape: QkvShape) -> tuple[HeadNorms | None, list[Any]]:
+    """And those of transformers: modules for queries and for keys."""
+    if not norm:
+        return None, [torch.nn.Identity()] * 2
+    is_whole = norm == "all heads"
+    count = (shape.queries, shape.keys) if is_whole else (1, 1)
+    stock: list[Any] = [Qwen3RMSNorm(shape.size * number, 1e-6) for number in count]
+    for one in stock:
+        torch.nn.init.uniform_(one.weight)
+    query, key = (one.weight.detach() for one in stock)
+    return HeadNorms(query, key, 1e-6, is_whole, norm == "heads after"), stock
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("norm", ["", "heads", "heads after", "all heads"])
 @pytest.mark.parametrize("part", PARTS)
@@ -120,26 +133,20 @@ def test_it_is_what_transformers_computes(shape: QkvShape, norm: str, part: int)
     queries = shape.stride * shape.queries
     query, key, value = heads.split([queries, shape.keys, shape.keys], 2)
     query = query[:, :, :: shape.stride]
-    norms, is_whole, come_after = None, norm == "all heads", norm == "heads after"
-    count = (shape.queries, shape.keys) if is_whole else (1, 1)
-    stock: list[Any] = [Qwen3RMSNorm(shape.size * number, 1e-6) for number in count]
-    for one in stock:
-        torch.nn.init.uniform_(one.weight)
-    if norm:
-        for_query, for_key = (one.weight.detach() for one in stock)
-        norms = HeadNorms(for_query, for_key, 1e-6, is_whole, come_after)
-    if norm and not come_after:
-        query, key = (
-            one(each.flatten(2)).view(each.shape) if is_whole else one(each)
-            for one, each in zip(stock, (query, key), strict=True)
-        )
+    norms, stock = norms_as(norm, shape)
     slots, positions = places.tokens
     turns = places.positions.clamp_max(LENGTH - 1)
     cos, sin = (part[turns].unsqueeze(0) for part in rotation[:2])
     rotate: Any = apply_pairs if shape.in_pairs else apply_rotary_pos_emb
-    query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
-    if come_after:
+    if norm == "heads after":
+        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
         query, key = stock[0](query), stock[1](key)
+    else:
+        query, key = (
+            one(each.flatten(2)).view(each.shape) if norm == "all heads" else one(each)
+            for one, each in zip(stock, (query, key), strict=True)
+        )
+        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
     buffers = empty(shape, places)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)
     torch.testing.assert_close(found, query[0], rtol=1e-5, atol=1e-6)

@@ -228,7 +228,8 @@ class QkvShape(NamedTuple):
 class HeadNorms(NamedTuple):
     """RMS norms over single heads, as of Qwen3: weights [D] each.
 
-    are_whole: over all queries together and all keys, as of Olmo: weights [Hq * D] and [Hkv * D].
+    are_whole: over all queries together and all keys, as of Olmo: weights [Hq * D] and [Hkv * D];
+        of no shape with gates.
     come_after: the rotation of single heads, as of Hunyuan.
     """
 
