@@ -18,8 +18,8 @@ BUDGETS = {
     "grammar": 22_420,  # 635 more: listed items, vast counts, classes of surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_840,  # 90 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_360,  # 1,380 more: latent attention, experts in groups, MTP, pictures, their axes
-    "ops": 8_300,  # 730 more: latent and chunked attention, experts in groups, axes, their kernels
+    "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
+    "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures
     "trace": 785,  # 25 more: axes with numbers

@@ -16,6 +16,7 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.rope import growing_rope
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slot_trial import MissingRowError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
@@ -228,27 +229,17 @@ def largest_context(text_config: Any) -> int | None:
     to its original context it does not.
     """
     own: int | None = getattr(text_config, "max_position_embeddings", None)
-    _, limit = _growing_rope(text_config)
+    _, limit = growing_rope(text_config)
     return own if limit is None else limit
 
 
 def _check_rope(model: PreTrainedModel, max_length: int) -> None:
     """Refuse rotary embeddings whose frequencies depend on the longest text of a batch."""
     model_type = model.config.model_type
-    kind, limit = _growing_rope(model.config.get_text_config(decoder=True))
+    kind, limit = growing_rope(model.config.get_text_config(decoder=True))
     if limit is not None and max_length > limit:
         raise ModelError(
             f"model_type={model_type!r}, max_length={max_length}: its {kind} rotary embedding "
             f"depends on the longest text of the batch beyond {limit} tokens; use a max_length of "
             f"at most {limit}"
         )
-
-
-def _growing_rope(text_config: Any) -> tuple[str, int | None]:
-    """The kind of such an embedding and up to where it is none; None for other kinds."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "")
-    if kind not in ("dynamic", "longrope"):
-        return kind, None
-    original = parameters.get("original_max_position_embeddings")
-    return kind, original or text_config.max_position_embeddings

@@ -91,29 +91,44 @@ class PackedForm(NamedTuple):
         windows = [slots.cache.windows.get(kind) for kind in slots.cache.layer_types]
         if known is None:
             return None
-        try:
-            with errors_naming(model, "a forward in packed form failed"):
-                decoder: PackedDecoder | StockDecoder | None
-                decoder = PackedDecoder.of(model, max_length, windows)
-                if decoder is None and all(known):
-                    decoder = StockDecoder.of(model, max_length)
-                if decoder is None:
-                    return None
-                memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
-                length = slots.cache.max_length
-                tables = WholeSlots(TRIAL_SLOTS, length, model.device, slots.axes)
-                tried = PackedLM(decoder, memory, tables)
-                if model.device.type == "cuda":
-                    _compile_ahead(partial(trial.feed, tried.forward))
-                if not _can_be_captured(decoder, memory, tables):
-                    return None
-                trial.check_packed(tried.forward)
-        except ModelError as error:
-            if kernels == "packed":
-                raise
-            logger.warning("%s. It runs by its stock modules instead.", error)
-            return None
-        return cls(decoder, tuple(None if one is None else LayerShape.of(one) for one in known))
+        makers: list[Callable[[], PackedDecoder | StockDecoder | None]]
+        makers = [partial(PackedDecoder.of, model, max_length, windows)]
+        if all(known):
+            makers.append(partial(StockDecoder.of, model, max_length))
+        for make in makers:
+            try:
+                with errors_naming(model, "a forward in packed form failed"):
+                    decoder = _right(make, slots, trial)
+            except ModelError as error:
+                if kernels == "packed":
+                    raise
+                logger.warning("%s. It runs by its stock modules instead.", error)
+                continue
+            if decoder is not None:
+                shapes = (None if one is None else LayerShape.of(one) for one in known)
+                return cls(decoder, tuple(shapes))
+        return None
+
+
+def _right(
+    make: Callable[[], PackedDecoder | StockDecoder | None], slots: StockSlots, trial: SlotTrial
+) -> PackedDecoder | StockDecoder | None:
+    """What ``make`` gives, tried; None where it gives none, or one that waits for the device.
+
+    Raises ModelError where it computes something else.
+    """
+    known, decoder = slots.cache.layer_memory(), make()
+    if decoder is None or known is None:
+        return None
+    memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
+    tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, slots.model.device, slots.axes)
+    tried = PackedLM(decoder, memory, tables)
+    if slots.model.device.type == "cuda":
+        _compile_ahead(partial(trial.feed, tried.forward))
+    if not _can_be_captured(decoder, memory, tables):
+        return None
+    trial.check_packed(tried.forward)
+    return decoder
 
 
 def _tried(

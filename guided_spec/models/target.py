@@ -181,6 +181,12 @@ def cut_config(kind: TargetLayers, num_modules: int) -> Any:
     return config
 
 
+def kind_of(module: Any) -> str:
+    """The name of transformers' kind of model that a module is of; "" for others."""
+    name, _, kind = type(module).__module__.rpartition(".modeling_")
+    return kind if name == f"transformers.models.{kind}" else ""
+
+
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The part of ``model`` in front of its output head."""
     stock: Any = model

@@ -19,19 +19,21 @@ from guided_spec.ops.attention.slot_attention import (
 )
 from guided_spec.ops.launch_triton import await_previous, launch
 
+RowNorm = tuple[Tensor, float, float | None]  # as of ``guided_spec.ops.pointwise``
+
 BLOCK = 1024  # products a program of silu_mul
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float | None = None) -> Tensor:
     """[..., H]: ``guided_spec.ops.pointwise.rms_norm`` with the arguments on one CUDA device."""
-    return _norm(x, None, weight, eps, shift)[1]
+    return _branch(x, None, None, (weight, eps, shift), 1.0)[1]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+def add_branch(
+    x: Tensor, residual: Tensor, own: RowNorm | None, then: RowNorm | None, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum and its norm, [..., H] each, as ``guided_spec.ops.pointwise.add_rms_norm``."""
-    return _norm(x, residual, weight, eps, shift)
+    """The sum and its norm, [..., H] each, as ``guided_spec.ops.pointwise.add_branch``."""
+    return _branch(x, residual, own, then, factor)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -49,25 +51,57 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return product.view(gate.shape)
 
 
-def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, shift: float
+def _branch(
+    x: Tensor, residual: Tensor | None, own: RowNorm | None, then: RowNorm | None, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, its norm); (x, its norm) where there is no residual."""
+    """(sum, its norm), as ``add_branch``; (x, its norm) where there is no residual."""
     width = x.shape[-1]
     rows = _dense(x.reshape(-1, width))
-    added = rows if residual is None else _dense(residual.reshape(-1, width))
-    total = rows if residual is None else rows.new_empty(rows.shape)
-    dtype = x.dtype if shift else torch.result_type(x, weight)
-    normed = rows.new_empty(rows.shape, dtype=dtype)
+    added, total = rows, rows
+    if residual is not None:
+        added = _dense(residual.reshape(-1, width))
+        kept = rows.dtype if own is None else _dtype(rows, own)
+        total = rows.new_empty(rows.shape, dtype=torch.promote_types(kept, added.dtype))
+    normed = total if then is None else rows.new_empty(rows.shape, dtype=_dtype(total, then))
     block = triton.next_power_of_2(width)
-    if normed.numel() > 0:
+    if total.numel() > 0:
         with torch.cuda.device_of(x):
-            launch(_rms_norm, (len(rows),), x)(
-                *(rows, added, weight.contiguous(), total, normed, eps, shift, width),
-                *(rows.stride(0), added.stride(0), residual is not None, shift != 0, block),
+            launch(_add_branch, (len(rows),), x)(
+                *(rows, added, total, normed, *_weights(own, rows), *_weights(then, rows)),
+                *(factor, width, rows.stride(0), added.stride(0)),
+                *(residual is not None, _kind(own), _kind(then), block),
                 num_warps=min(max(block // 512, 1), 16),
             )
     return total.view(x.shape), normed.view(x.shape)
+
+
+def _dtype(states: Tensor, norm: RowNorm) -> torch.dtype:
+    """Of what the norm makes of them."""
+    return torch.result_type(states, norm[0]) if norm[2] is None else states.dtype
+
+
+def _weights(norm: RowNorm | None, states: Tensor) -> tuple[Tensor, float, float]:
+    if norm is None:
+        return states, 0.0, 0.0
+    weight, eps, shift = norm
+    return weight.contiguous(), eps, shift or 0.0
+
+
+def _kind(norm: RowNorm | None) -> int:
+    """0 for none; 1 that rounds before the weight, 2 after it."""
+    return 0 if norm is None else 1 if norm[2] is None else 2
+
+
+def norm_all_heads(packed: Tensor, norms: HeadNorms) -> None:
+    """``guided_spec.ops.pointwise.norm_all_heads`` with the arguments on one CUDA device."""
+    query, key = norms.query.contiguous(), norms.key.contiguous()
+    block = triton.next_power_of_2(max(len(query), len(key)))
+    if len(packed) > 0:
+        with torch.cuda.device_of(packed):
+            launch(_norm_all_heads, (len(packed), 2), packed)(
+                *(packed, query, key, norms.eps, len(query), len(key), packed.stride(0), block),
+                num_warps=min(max(block // 512, 1), 16),
+            )
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -76,42 +110,77 @@ def _dense(x: Tensor) -> Tensor:
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit  # type: ignore[untyped-decorator]
-def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _normed(states, weight, eps, shift, width, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """In float32: a row's norm, of the weight in float32; KIND: as ``_kind`` says."""
+    wide = states.to(tl.float32)
+    # The root rounded to nearest and a division: rsqrt alone is an approximation.
+    root = tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
+    result = wide * tl.div_rn(1.0, root)
+    if KIND == 1:
+        result = result.to(states.dtype).to(tl.float32)
+    return result * (weight + shift)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_branch(  # type: ignore[no-untyped-def] # noqa: PLR0913
     x,
     residual,
-    weight,
     total,
     normed,
-    eps,
-    shift,
+    own_weight,
+    own_eps,
+    own_shift,
+    then_weight,
+    then_eps,
+    then_shift,
+    factor,
     width,
     x_row,
     residual_row,
     ADDS: tl.constexpr,
-    SHIFTS: tl.constexpr,
+    OWN: tl.constexpr,
+    THEN: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
-    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if OWN:
+        own = tl.load(own_weight + column, mask=mask, other=0.0).to(tl.float32)
+    if THEN:
+        then = tl.load(then_weight + column, mask=mask, other=0.0).to(tl.float32)
     await_previous(IS_DEPENDENT)
     states = tl.load(x + row * x_row + column, mask=mask, other=0.0)
     if ADDS:
+        kept = total.dtype.element_ty
+        if OWN:
+            states = _normed(states, own, own_eps, own_shift, width, OWN).to(kept)
+        states = (states.to(tl.float32) * factor).to(kept)
         added = tl.load(residual + row * residual_row + column, mask=mask, other=0.0)
-        states = (states.to(tl.float32) + added.to(tl.float32)).to(total.dtype.element_ty)
+        states = (states.to(tl.float32) + added.to(tl.float32)).to(kept)
         tl.store(total + row * width + column, states, mask=mask)
-    wide = states.to(tl.float32)
-    # The root rounded to nearest and a division: rsqrt alone is an approximation.
-    root = tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
-    result = wide * tl.div_rn(1.0, root)
-    if SHIFTS:
-        scale += shift
-    else:
-        result = result.to(states.dtype).to(tl.float32)
-    result *= scale
-    tl.store(normed + row * width + column, result.to(normed.dtype.element_ty), mask=mask)
+    if THEN:
+        result = _normed(states, then, then_eps, then_shift, width, THEN)
+        tl.store(normed + row * width + column, result.to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_all_heads(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    packed, query, key, eps, first, second, row, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
+    """All queries of one token, or all keys."""
+    is_key = tl.program_id(1)
+    queries, keys = tl.where(is_key == 0, first, 0), tl.where(is_key == 0, 0, second)
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(query + column, mask=column < queries, other=0.0).to(tl.float32)
+    weight += tl.load(key + column, mask=column < keys, other=0.0).to(tl.float32)
+    at = packed + tl.program_id(0).to(tl.int64) * row + is_key * first + column
+    mask = column < queries + keys
+    await_previous(IS_DEPENDENT)
+    states = tl.load(at, mask=mask, other=0.0)
+    result = _normed(states, weight, eps, 0.0, tl.maximum(queries + keys, 1), 2)
+    tl.store(at, result.to(states.dtype), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -145,7 +214,7 @@ def rotate_and_store(
     if count == 0:
         return
     cos, sin, axis_of = rotation
-    query, key, eps = (cos, cos, 0.0) if norms is None else norms
+    query, key, eps = (cos, cos, 0.0) if norms is None else norms[:3]
     num_heads, memory, turned = shape.queries + 2 * shape.keys, index.tables, cos.shape[1]
     tokens = index.tokens.contiguous()
     axes, num_axes = tokens, 0
@@ -165,7 +234,9 @@ def rotate_and_store(
             half_block=triton.next_power_of_2(turned // 2),
             rest_block=triton.next_power_of_2(shape.size - turned),
             heads=HEADS,
+            in_pairs=shape.in_pairs,
             has_norms=norms is not None,
+            norms_after=norms is not None and norms.come_after,
             num_warps=4,
         )
 
@@ -201,7 +272,9 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     half_block: tl.constexpr,
     rest_block: tl.constexpr,
     heads: tl.constexpr,
+    in_pairs: tl.constexpr,
     has_norms: tl.constexpr,
+    norms_after: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries rotated, keys rotated and stored, values stored."""
@@ -214,7 +287,10 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     inside = (head < queries + 2 * keys_count)[:, None] & (at < half)[None, :]
     column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # after the gates
     line = (packed + token * width + column)[:, None]
-    source = line + at[None, :]
+    # Where what is turned together is in a head.
+    low_at = (at * 2 if in_pairs else at)[None, :]
+    gap: tl.constexpr = 1 if in_pairs else half
+    source = line + low_at
     position = tl.load(tokens + count + token)
     slot = tl.load(tokens + token)
     turn = position
@@ -229,39 +305,48 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     found = tl.load(tables + slot * table_row + position // block, mask=slot >= 0, other=0)
     await_previous(IS_DEPENDENT)
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + gap, mask=inside, other=0.0).to(tl.float32)
     turned_low, turned_high = low, high
     if turned < size:
         rest_at = turned + tl.arange(0, rest_block)
         is_rest = (head < queries + 2 * keys_count)[:, None] & (rest_at < size)[None, :]
         rest = tl.load(line + rest_at[None, :], mask=is_rest, other=0.0).to(tl.float32)
+        rest_sum = tl.sum(rest * rest, 1)
+    else:
+        rest_sum = 0.0
     if has_norms:
-        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size
-        if turned < size:
-            mean += tl.sum(rest * rest, 1) / size
-        scale = (1.0 / tl.sqrt(mean + eps))[:, None]
         is_query = (head < queries)[:, None]
         for_query, for_key = inside & is_query, inside & (head >= queries)[:, None]
-        each = at[None, :] + head[:, None] * 0
-        weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
-        turned_low = low * scale * weight
-        weight = tl.load(query_norm + half + each, mask=for_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_norm + half + each, mask=for_key, other=0.0).to(tl.float32)
-        turned_high = high * scale * weight
+        each = low_at + head[:, None] * 0
+        low_weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
+        low_weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
+        each += gap
+        high_weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
+        high_weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
+        if not norms_after:
+            mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1) + rest_sum) / size
+            scale = (1.0 / tl.sqrt(mean + eps))[:, None]
+            turned_low, turned_high = low * scale * low_weight, high * scale * high_weight
+    low_out = turned_low * c - turned_high * s
+    high_out = turned_high * c + turned_low * s
+    if has_norms:
+        if norms_after:
+            mean = tl.sum(low_out * low_out, 1) + tl.sum(high_out * high_out, 1) + rest_sum
+            scale = (1.0 / tl.sqrt(mean / size + eps))[:, None]
+            low_out, high_out = low_out * scale * low_weight, high_out * scale * high_weight
         if turned < size:
             for_query, for_key = is_rest & is_query, is_rest & (head >= queries)[:, None]
             each = rest_at[None, :] + head[:, None] * 0
             weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
             weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
             rest = tl.where(is_value[:, None], rest, rest * scale * weight)
-    low_out = tl.where(is_value[:, None], low, turned_low * c - turned_high * s)
-    high_out = tl.where(is_value[:, None], high, turned_high * c + turned_low * s)
+    low_out = tl.where(is_value[:, None], low, low_out)
+    high_out = tl.where(is_value[:, None], high, high_out)
     out = packed.dtype.element_ty
     # Keys are rotated in ``packed`` too: nothing reads them there, but the reference does so.
     written = inside & is_turned[:, None]
     tl.store(source, low_out.to(out), mask=written)
-    tl.store(source + half, high_out.to(out), mask=written)
+    tl.store(source + gap, high_out.to(out), mask=written)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
@@ -274,8 +359,8 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
         target_rest = target + rest_at[None, :]
         tl.store(keys + target_rest, out_rest, mask=is_kept & is_turned[:, None])
         tl.store(values + target_rest, out_rest, mask=is_kept & is_value[:, None])
-    target += at[None, :]
+    target += low_at
     tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
-    tl.store(keys + target + half, high_out.to(out), mask=kept & is_turned[:, None])
+    tl.store(keys + target + gap, high_out.to(out), mask=kept & is_turned[:, None])
     tl.store(values + target, low_out.to(out), mask=kept & is_value[:, None])
-    tl.store(values + target + half, high_out.to(out), mask=kept & is_value[:, None])
+    tl.store(values + target + gap, high_out.to(out), mask=kept & is_value[:, None])

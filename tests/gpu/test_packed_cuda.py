@@ -38,6 +38,8 @@ VOCAB = 64
 CUDA = torch.device("cuda")
 
 
+BEHIND = ("olmo2", "olmo3", "exaone4")  # with norms of what is added alone
+OTHERS = ("phi3", "glm", "glm4", "ernie4_5", "helium", "hunyuan", "granite", "smollm3")
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu")
 
 
@@ -52,7 +54,7 @@ def build_wide(name: str, **fields: Any) -> PreTrainedModel:
     [
         *("llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"),
         *("qwen3_next", "qwen3_5", "qwen3_5_moe", "llama4"),
-        *LATENT,
+        *(*LATENT, *BEHIND, *OTHERS),
     ],
 )
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
@@ -61,6 +63,7 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     expected = [generate_alone(model, prompt, 20) for prompt in prompts]
     lm = make_causal_lm(cast(Any, model).to(CUDA), num_slots=8, max_length=130)
     assert lm.is_packed
+    assert lm.runs_as == "packed forwards" or name == "llama4"
     order = [6, 1, 4, 0, 7, 2, 3]
     rows = [Row(s, p, e) for s, p, e in zip(order, prompts, expected, strict=True)]
     prefill(lm, rows)
@@ -71,7 +74,7 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["qwen", "compressed channels", "compressed tensors"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "olmo3", "phi3"])
 def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     name: str, form: str, tmp_path: Path
 ) -> None:
@@ -89,8 +92,14 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "fp8", "deepseek_v3"])
-def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_moe", "gpt_oss", "qwen3_next", "fp8", "deepseek_v3"),
+        *("olmo3", "phi3", "glm4", "hunyuan", "granite"),
+    ],
+)
+def test_graphs_of_many_kinds_are_captured_at_the_start(name: str, tmp_path: Path) -> None:
     """Kernels are compiled ahead meanwhile, and leave anything behind."""
     tokenizer = load_tokenizer(bundled_asset("target"))
     kind = "qwen3_moe" if name == "fp8" else name
@@ -136,7 +145,7 @@ def test_short_prompts_are_graphs(batch: int, width: int) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "olmo3", "phi3", "glm4"])
 def test_forwards_of_one_size_share_a_graph(name: str) -> None:
     """Whatever their tokens are: drafts of any lengths, pieces of prompts; captured beforehand."""
     lm = make_causal_lm(
@@ -148,7 +157,7 @@ def test_forwards_of_one_size_share_a_graph(name: str) -> None:
     assert isinstance(lm, LineLM)
     assert lm._packed._graphs is not None
     # Latents of a shared prefix are not read once for all.
-    num_shared = sum(size >= packed_lm.SHARED_FROM for size in SIZES) if name == "llama" else 0
+    num_shared = sum(size >= packed_lm.SHARED_FROM for size in SIZES) if name not in LATENT else 0
     assert len(list(lm.capture((1,)))) == len(SIZES) + num_shared
     captured, source = len(lm._packed._graphs), torch.Generator().manual_seed(0)
     lengths = [0] * 4

@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from guided_spec.ops.attention.slot_attention import Window, slot_attention
+from guided_spec.ops.attention.slot_attention import HeadNorms, Window, slot_attention
 from guided_spec.ops.linear.experts import expert_linear
-from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
+from guided_spec.ops.pointwise import (
+    add_branch,
+    add_rms_norm,
+    norm_all_heads,
+    rms_norm,
+    silu_mul_packed,
+)
 from tests.slot_lines import Case, SharedPrefix, Span, Unused, kept_positions, make, places_of
 
 pytestmark = pytest.mark.gpu
@@ -167,15 +173,33 @@ def test_pointwise_operators(width: int, dtype: torch.dtype) -> None:
     pairs = [
         (rms_norm(x.cuda(), weight.cuda(), 1e-5), rms_norm(x, weight, 1e-5)),
         (rms_norm(x.cuda(), weight.cuda(), 1e-5, 1.0), rms_norm(x, weight, 1e-5, 1.0)),
+        (rms_norm(x.cuda(), weight.cuda(), 1e-5, 0.0), rms_norm(x, weight, 1e-5, 0.0)),
         (silu_mul_packed(x.cuda()), silu_mul_packed(x)),
         *zip(
             add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5),
             add_rms_norm(x, residual, weight, 1e-5),
             strict=True,
         ),
+        *zip(
+            add_branch(x.cuda(), residual.cuda(), (weight.cuda(), 1e-5, 0.0), None, 0.22),
+            add_branch(x, residual, (weight, 1e-5, 0.0), None, 0.22),
+            strict=True,
+        ),
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.cpu(), expected, atol=place, rtol=place)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("queries", "keys"), [(32, 8), (4096, 4096), (5120, 1024)])
+def test_norms_over_all_heads(queries: int, keys: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(9, queries + 2 * keys).to(dtype)
+    query, key, there = torch.randn(queries).to(dtype), torch.randn(keys).to(dtype), packed.cuda()
+    norm_all_heads(packed, HeadNorms(query, key, 1e-6, are_whole=True))
+    norm_all_heads(there, HeadNorms(query.cuda(), key.cuda(), 1e-6, are_whole=True))
+    place = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(there.cpu(), packed, atol=place, rtol=place)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -81,6 +81,21 @@ GLM = {
     "first_k_dense_replace": 1,
 }
 
+SLIDING = {"sliding_window": 8, "layer_types": MIXED}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 4.0, 8.0],
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+MULTIPLIED = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    **{"attention_multiplier": 0.1, "logits_scaling": 8.0},
+}
+
 # name: (configuration class, what differs from BASE, attention implementation)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", {}, "sdpa"),
@@ -150,6 +165,34 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "olmo2": ("Olmo2Config", {}, "sdpa"),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            **SLIDING,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE},
+        },
+        "sdpa",
+    ),
+    "phi3": (
+        "Phi3Config",
+        {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}, "sliding_window": 8},
+        "sdpa",
+    ),
+    "phi3_longrope": (
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96},
+        "sdpa",
+    ),
+    "exaone4": ("Exaone4Config", {**SLIDING, "sliding_window_pattern": 2}, "sdpa"),
+    "glm": ("GlmConfig", {"head_dim": 8, "attention_bias": True}, "sdpa"),
+    "glm4": ("Glm4Config", {"head_dim": 8}, "sdpa"),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 8}, "sdpa"),
+    "helium": ("HeliumConfig", {"head_dim": 8}, "sdpa"),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 8}, "sdpa"),
+    "hunyuan_alpha": ("HunYuanDenseV1Config", {"head_dim": 8, "rope_parameters": ALPHA}, "sdpa"),
+    "granite": ("GraniteConfig", MULTIPLIED, "sdpa"),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1, 0]}, "sdpa"),
     "bitnet": ("BitNetConfig", {}, "sdpa"),
     "nemotron_h": (
         "NemotronHConfig",

@@ -41,7 +41,7 @@ from guided_spec.ops.linear.experts import Gating, GroupedChoice, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mailbox import Mailbox, Report
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.ops.pointwise_triton import rotate_and_store
+from guided_spec.ops.pointwise_triton import add_branch, norm_all_heads, rotate_and_store
 from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
@@ -193,6 +193,16 @@ def turn(shape: QkvShape, part: int, num_axes: int = 0) -> None:
     rotate_and_store(packed, rotation, shape, HeadNorms(norm, norm, 1e-6), buffers, places)
 
 
+def add_branches(width: int) -> None:
+    """Likewise, of three tokens: as Llama's layers add, as Gemma's and as Olmo's."""
+    x, weight = torch.empty(3, width, dtype=torch.bfloat16), torch.empty(width)
+    norm = (weight.bfloat16(), 1e-6, None)
+    own = (norm[0], 1e-6, 0.0)
+    for first, then in ((None, norm), (own, own), (own, None)):
+        add_branch(x, x, first, then)
+    norm_all_heads(torch.empty(3, 3 * width), HeadNorms(weight, weight, 1e-6, are_whole=True))
+
+
 def follow_tables(count: int) -> None:
     """Likewise, of so many texts, at odd addresses as well as at even ones."""
     words, (ids, *sources) = num_mask_words(VOCAB_SIZE), torch.zeros(4, count, dtype=torch.int64)
@@ -300,6 +310,8 @@ def main() -> None:
         turn(QkvShape(32, 8, 128), 1)
         turn(QkvShape(16, 4, 256, has_gates=True), 4)
         turn(QkvShape(32, 8, 128), 1, num_axes=3)
+        turn(QkvShape(32, 2, 128, in_pairs=True), 2)
+        add_branches(4096)
         for count in (1, 3, 64, 256):
             follow_tables(count)
         attend()

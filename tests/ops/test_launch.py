@@ -45,7 +45,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_convolve": 1,
         "_fold_rows": 2,  # short rows, and long ones
         "_keep_and_gate": 1,
-        "_rotate": 3,  # whole heads, by axes as well, and parts beside gates
+        "_rotate": 4,  # whole heads, by axes as well, parts beside gates, and neighbours
+        "_add_branch": 3,  # with norms after it, of it, and both
+        "_norm_all_heads": 1,
         "_attend": 1,
         "_score": 1,
         "_route_in_groups": 2,

@@ -12,8 +12,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
 )
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from guided_spec.ops.pointwise import (
+    add_branch,
     add_rms_norm,
     rms_norm,
     silu_mul,
@@ -32,9 +34,11 @@ def norm_module(width: int, dtype: torch.dtype, kind: type[Any] = LlamaRMSNorm) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "shift"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "shift"), [(LlamaRMSNorm, None), (Olmo2RMSNorm, 0.0), (Gemma3RMSNorm, 1.0)]
+)
 def test_rms_norm(
-    kind: type[Any], shift: float, shape: tuple[int, ...], dtype: torch.dtype
+    kind: type[Any], shift: float | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     module, x = norm_module(shape[-1], dtype, kind), torch.randn(shape).to(dtype) * 3
@@ -53,6 +57,26 @@ def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = add_rms_norm(x, residual, module.weight, 1e-5)
     assert torch.equal(found.residual, x + residual)
     assert torch.equal(found.normed, module(x + residual))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_add_branch(factor: float, dtype: torch.dtype) -> None:
+    """As layers add what attention gives: with a norm of it, before the next one's, or neither."""
+    torch.manual_seed(0)
+    own, then = norm_module(40, dtype, Olmo2RMSNorm), norm_module(40, dtype)
+    x, residual = torch.randn(2, 3, 40).to(dtype)
+    for first in (None, own):
+        for second in (None, then):
+            norms = (
+                None if first is None else (first.weight, 1e-5, 0.0),
+                None if second is None else (second.weight, 1e-5, None),
+            )
+            found = add_branch(x, residual, *norms, factor)
+            change = x if first is None else first(x)
+            total = residual + change * factor
+            assert torch.equal(found.residual, total)
+            assert torch.equal(found.normed, total if second is None else second(total))
 
 
 def test_a_weight_in_float32_decides_the_dtype() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as apply_pairs
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -31,6 +32,7 @@ from tests.slot_lines import NUM_SLOTS, Span, Unused, kept_positions, make_table
 SHAPES = [
     *(QkvShape(4, 2, 16), QkvShape(1, 1, 8), QkvShape(6, 3, 24), QkvShape(5, 1, 6)),
     QkvShape(4, 2, 16, has_gates=True),
+    QkvShape(6, 3, 24, in_pairs=True),
 ]
 PARTS = (1, 4)  # of a head, one is turned
 LENGTH = 9
@@ -40,17 +42,16 @@ NOTHING: list[Span] = []
 
 COMPARE = """
 import torch
-from guided_spec.ops.attention.slot_attention import HeadNorms
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.pointwise_triton import rotate_and_store as kernel
-from tests.ops.test_rotary import BLOCKS, NOTHING, SHAPES, SPANS, empty, make
+from tests.ops.test_rotary import BLOCKS, NOTHING, SHAPES, SPANS, empty, make, norms_of
 from tests.slot_lines import kept_positions
 
 for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
-        for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
+        for norms in (None, *norms_of(shape)):
             for num_axes in (0, 3):
-                part = 4 if shape.has_gates and norms is not None else 1
+                part = 4 if (shape.has_gates or shape.in_pairs) and norms is not None else 1
                 packed, rotation, places = make(shape, spans, block, part=part, num_axes=num_axes)
                 buffers, expected = empty(shape, places, block), empty(shape, places, block)
                 turned = packed.clone()
@@ -97,31 +98,55 @@ def make(
     return Given(packed, rotation, places)
 
 
+def norms_of(shape: QkvShape) -> list[HeadNorms]:
+    """Before and after the rotation."""
+    query, key = torch.rand(2, shape.size)
+    return [HeadNorms(query, key, 1e-6, come_after=after) for after in (False, True)]
+
+
 def empty(shape: QkvShape, places: SlotIndex, block: int = 4) -> KeyValues:
     size = (int(places.tables.max()) + 1, shape.keys, block, shape.size)
     return KeyValues(torch.zeros(size), torch.zeros(size))
 
 
+def norms_as(norm: str, shape: QkvShape) -> tuple[HeadNorms | None, list[Any]]:
+    """And those of transformers: modules for queries and for keys."""
+    if not norm:
+        return None, [torch.nn.Identity()] * 2
+    is_whole = norm == "all heads"
+    count = (shape.queries, shape.keys) if is_whole else (1, 1)
+    stock: list[Any] = [Qwen3RMSNorm(shape.size * number, 1e-6) for number in count]
+    for one in stock:
+        torch.nn.init.uniform_(one.weight)
+    query, key = (one.weight.detach() for one in stock)
+    return HeadNorms(query, key, 1e-6, is_whole, norm == "heads after"), stock
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("norm", ["", "heads", "heads after", "all heads"])
 @pytest.mark.parametrize("part", PARTS)
-def test_it_is_what_transformers_computes(shape: QkvShape, *, has_norms: bool, part: int) -> None:
+def test_it_is_what_transformers_computes(shape: QkvShape, norm: str, part: int) -> None:
+    if shape.has_gates and norm == "all heads":
+        pytest.skip("queries lie between gates")
     packed, rotation, places = make(shape, part=part)
     heads = packed.clone().view(1, len(packed), -1, shape.size)
     queries = shape.stride * shape.queries
     query, key, value = heads.split([queries, shape.keys, shape.keys], 2)
     query = query[:, :, :: shape.stride]
-    norms = None
-    if has_norms:
-        stock = [Qwen3RMSNorm(shape.size, 1e-6) for _ in range(2)]
-        for norm in stock:
-            torch.nn.init.uniform_(norm.weight)
-        query, key = stock[0](query), stock[1](key)
-        norms = HeadNorms(stock[0].weight.detach(), stock[1].weight.detach(), 1e-6)
+    norms, stock = norms_as(norm, shape)
     slots, positions = places.tokens
     turns = places.positions.clamp_max(LENGTH - 1)
     cos, sin = (part[turns].unsqueeze(0) for part in rotation[:2])
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    rotate: Any = apply_pairs if shape.in_pairs else apply_rotary_pos_emb
+    if norm == "heads after":
+        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
+        query, key = stock[0](query), stock[1](key)
+    else:
+        query, key = (
+            one(each.flatten(2)).view(each.shape) if norm == "all heads" else one(each)
+            for one, each in zip(stock, (query, key), strict=True)
+        )
+        query, key = rotate(query, key, cos, sin, unsqueeze_dim=2)
     buffers = empty(shape, places)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)
     torch.testing.assert_close(found, query[0], rtol=1e-5, atol=1e-6)

@@ -16,51 +16,34 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import (
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-)
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-)
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-)
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
-from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.latent import PackedLatentLayer
-from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
+from guided_spec.models.packed.layer import (
+    Norm,
+    PackedDelta,
+    PackedLayer,
+    rotation_table,
+)
 from guided_spec.models.pictures.embedding import deep_changes
+from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
-from guided_spec.models.target import find_decoder
+from guided_spec.models.target import find_decoder, kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
 from guided_spec.ops.delta_rule import DeltaStates
-from guided_spec.ops.pointwise import add_rms_norm, rms_norm
+from guided_spec.ops.pointwise import add_branch, rms_norm
 
-FAMILY = (
-    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
-    *(MixtralForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM),
-    *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Qwen3NextForCausalLM),
-    *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
-    *(Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration),
-    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, YoutuForCausalLM),
-)
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+FAMILY = {
+    *("llama", "mistral", "mixtral", "ministral", "cwm", "seed_oss", "smollm3", "arcee", "gpt_oss"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mellum"),
+    *("gemma", "gemma3", "olmo2", "olmo3", "olmoe", "flex_olmo", "phi3", "granite", "solar_open"),
+    *("glm", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "dots1", "youtu"),
+    *("ernie4_5", "exaone4", "exaone_moe", "helium", "hunyuan_v1_dense", "minimax_m2", "hy_v3"),
+}
+"""Kinds of transformers: those whose equations over long texts are the ones of short ones."""
+# What a kind like Granite multiplies by: embeddings, what layers add; logits are divided.
+EMBEDDING, RESIDUAL, LOGITS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")
 
 
 LayerStates = KeyValues | DeltaStates  # what a layer keeps of the texts
@@ -90,30 +73,42 @@ class Layer(Protocol):
     ) -> Tensor: ...
 
 
-class LayerNorms(NamedTuple):
-    """attended, fed: of what attention and MLP give, before it is added. inner: before the MLP."""
+BEFORE, INNER = "input_layernorm", "post_attention_layernorm"
+# The names of a layer's norms, as of ``LayerNorms``; the first of these that are all there.
+NORMS = (
+    (BEFORE, "post_self_attn_layernorm", INNER, "post_mlp_layernorm"),
+    (BEFORE, INNER, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    (None, INNER, None, "post_feedforward_layernorm"),
+    (BEFORE, None, INNER, None),
+)
 
+
+class LayerNorms(NamedTuple):
+    """before, inner: of the states before attention and MLP; None where they take them as they are.
+
+    attended, fed: of what attention and MLP give, before it is added.
+    """
+
+    before: Norm | None
     attended: Norm | None
-    inner: Norm
+    inner: Norm | None
     fed: Norm | None
 
     @classmethod
     def of(cls, layer: Any) -> LayerNorms:
-        """The norms of a stock layer; Gemma has them before and after attention and MLP."""
-        after = Norm.of(layer.post_attention_layernorm)
-        if not hasattr(layer, "pre_feedforward_layernorm"):
-            return cls(None, after, None)
-        inner, fed = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-        return cls(after, Norm.of(inner), Norm.of(fed))
+        """The norms of a stock layer; Gemma has all four, Olmo those of what is added."""
+        names = next(names for names in NORMS if all(hasattr(layer, n) for n in names if n))
+        return cls(*(Norm.of(getattr(layer, name)) if name else None for name in names))
 
 
 class _Block(NamedTuple):
-    """A layer and its norms. outer: the norm after it."""
+    """A layer and its norms. outer: the norm after it. factor: of what attention and MLP add."""
 
     layer: Layer
     rotation: Rotation
     norms: LayerNorms
-    outer: Norm
+    outer: Norm | None
+    factor: float
 
 
 class PackedDecoder:
@@ -133,12 +128,15 @@ class PackedDecoder:
         self.device: torch.device = model.device
         self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
+        self._scale = _multiplier(decoder, EMBEDDING)
+        self._divisor = _multiplier(self._config.get_text_config(decoder=True), LOGITS)
         layers, rotations = decoder.layers, _rotations(model, decoder, max_length)
-        self._first, *outer = (Norm.of(layer.input_layernorm) for layer in layers)
+        norms = [LayerNorms.of(layer) for layer in layers]
+        self._first, *outer = (one.before for one in norms)
         self._blocks = [
-            _Block(_packed(layer, window), rotation, LayerNorms.of(layer), norm)
-            for layer, window, rotation, norm in zip(
-                *(layers, windows, rotations, [*outer, Norm.of(decoder.norm)]), strict=True
+            _Block(_packed(layer, window), rotation, own, norm, _multiplier(layer, RESIDUAL))
+            for layer, window, rotation, own, norm in zip(
+                *(layers, windows, rotations, norms, [*outer, Norm.of(decoder.norm)]), strict=True
             )
         ]
         kinds = {
@@ -154,7 +152,7 @@ class PackedDecoder:
         cls, model: PreTrainedModel, max_length: int, windows: Sequence[Window | None]
     ) -> PackedDecoder | None:
         """The packed form of ``model``; None where the model is not of the kind it serves."""
-        return cls(model, max_length, windows) if _is_served(model) else None
+        return cls(model, max_length, windows) if _is_served(model, max_length) else None
 
     def forward(
         self,
@@ -205,17 +203,18 @@ class PackedDecoder:
         deep: [N, H] each, what is added to the first blocks' states.
         """
         residual: Tensor = self._embed(token_ids)
-        normed, inputs = rms_norm(residual, *self._first), []
+        residual = residual if self._scale == 1.0 else residual * self._scale
+        normed = residual if self._first is None else rms_norm(residual, *self._first)
+        inputs = []
         for at, (block, kept) in enumerate(zip(blocks, memory, strict=True)):
-            layer, rotation, norms, outer = block
+            layer, rotation, norms, outer, factor = block
             inputs.append(residual)
-            change = layer.attend(normed, rotation, kept, index)
-            change = change if norms.attended is None else rms_norm(change, *norms.attended)
-            residual, normed = add_rms_norm(change, residual, *norms.inner)
-            change = layer.feed(normed)
-            change = change if norms.fed is None else rms_norm(change, *norms.fed)
-            change = change + deep[at] if at < len(deep) else change
-            residual, normed = add_rms_norm(change, residual, *outer)
+            change, attended = layer.attend(normed, rotation, kept, index), norms.attended
+            residual, normed = add_branch(change, residual, attended, norms.inner, factor)
+            change, then = layer.feed(normed), outer if at >= len(deep) else None
+            residual, normed = add_branch(change, residual, norms.fed, then, factor)
+            if at < len(deep):
+                residual, normed = add_branch(deep[at], residual, None, outer)
         return normed, [*inputs, residual]
 
     @property
@@ -237,7 +236,8 @@ class PackedDecoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """``PackedOutput.states`` [..., H] to logits [..., V]."""
-        return product(self._head, states)
+        scores = product(self._head, states)
+        return scores if self._divisor == 1.0 else scores / self._divisor
 
 
 @contextmanager
@@ -261,22 +261,6 @@ def has_hooks(model: nn.Module) -> bool:
     accelerate moves weights with them, and users look at states.
     """
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def has_static_rope(config: Any) -> bool:
-    """Whether texts of any length have the same rotation, in all layers."""
-    return all(one.get("rope_type", "default") in STATIC_ROPE for one in _ropes(config))
-
-
-def has_whole_rope(config: Any) -> bool:
-    """Whether whole heads are rotated, in all layers."""
-    return all(one.get("partial_rotary_factor", 1.0) == 1.0 for one in _ropes(config))
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The parameters of the rotary embedding, or those of each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
 
 def _packed(layer: Any, window: Window | None) -> Layer:
@@ -335,15 +319,36 @@ def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotati
             config
         ):  # some modules give one half, which is like the other
             tables[kind] = Rotation(*(torch.cat([part, part], 1) for part in table[:2]))
-    return [tables[kind] for kind in kinds]
+    return [
+        tables[kind] if is_rotated(layer) else _unmoved(tables[kind])
+        for layer, kind in zip(decoder.layers, kinds, strict=True)
+    ]
 
 
-def _is_served(model: PreTrainedModel) -> bool:
+def is_rotated(layer: Any) -> bool:
+    """Whether a stock layer rotates anything: in SmolLM3 some do not, in Exaone whole ones."""
+    attention: Any = layer.self_attn if hasattr(layer, "self_attn") else None
+    if hasattr(attention, "use_rope"):
+        return bool(attention.use_rope)
+    is_whole = hasattr(attention, "is_sliding") and not attention.is_sliding
+    return not (is_whole and attention.sliding_window is not None)
+
+
+def _unmoved(rotation: Rotation) -> Rotation:
+    """One that leaves all positions as they are: those beyond the first are rotated like it."""
+    return Rotation(torch.ones_like(rotation.cos[:1]), torch.zeros_like(rotation.sin[:1]))
+
+
+def _multiplier(owner: Any, name: str) -> float:
+    return float(getattr(owner, name, 1.0))
+
+
+def _is_served(model: PreTrainedModel, max_length: int) -> bool:
     stock: Any = model
     config: Any = model.config.get_text_config(decoder=True)
-    if type(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
+    if kind_of(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
         return False
-    if not has_static_rope(config) or has_hooks(model):
+    if not has_static_rope(config, max_length) or has_hooks(model):
         return False
     is_capped = any(getattr(config, name, None) is not None for name in CAPS)
     if is_capped or getattr(config, "use_bidirectional_attention", False):

@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteMoE
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
 from guided_spec.models.stock.experts import REPLACED
+from guided_spec.models.target import kind_of
 from guided_spec.ops.linear.experts import (
     Gating,
     GroupedChoice,
@@ -39,18 +31,20 @@ from guided_spec.ops.linear.fp8_linear import Fp8Weight
 from guided_spec.ops.linear.linear import linear
 from guided_spec.ops.pointwise import silu_mul_packed
 
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+OPENING = ("gate_proj", "up_proj")
+FUSED = "gate_up_proj"  # both in one
+ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 def feed_of(mlp: Any) -> Callable[[Tensor], Tensor]:
     """What computes a stock MLP, or experts: normed states [N, H] to their output [N, H]."""
     if _has_plain_projections(mlp):
-        return _packed_mlp(mlp)
+        return _packed_mlp(mlp, _activation(mlp))
     return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
 
 
-def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
-    gate_up, down, activation = pack([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, mlp.act_fn
+def _packed_mlp(mlp: Any, activation: Any) -> Callable[[Tensor], Tensor]:
+    gate_up, down = pack(_opening(mlp)), mlp.down_proj
     is_silu = isinstance(activation, type(ACT2FN["silu"]))
 
     def feed(states: Tensor) -> Tensor:
@@ -77,17 +71,41 @@ def _stock_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _has_plain_projections(mlp: Any) -> bool:
-    linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
-    return hasattr(mlp, "act_fn") and all(map(is_plain, linears)) and can_be_joined(linears[:2])
+    opening = _opening(mlp)
+    are_plain = all(map(is_plain, [*opening, getattr(mlp, "down_proj", None)]))
+    return are_plain and _activation(mlp) is not None and can_be_joined(opening)
 
 
-MAY_NORMALIZE = (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)  # the others do
-SHARING = (Qwen3NextSparseMoeBlock, Qwen3_5MoeSparseMoeBlock)  # with an expert that all tokens take
-GROUPED = (DeepseekV2Moe, DeepseekV3MoE, Glm4MoeLiteMoE)  # choose among groups of experts first
-KNOWN = (
-    *(GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, Qwen3VLMoeTextSparseMoeBlock),
-    *(*SHARING, *GROUPED),
-)
+def _opening(mlp: Any) -> list[Any]:
+    """What makes gate and up, in this order; None of what is missing."""
+    names = [FUSED] if hasattr(mlp, FUSED) else OPENING
+    return [getattr(mlp, name, None) for name in names]
+
+
+def _activation(mlp: Any) -> Any:
+    return next((getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)), None)
+
+
+GPT_OSS = "GptOssMLP"
+SHARING = {  # with an expert that all tokens take, behind a gate
+    *("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"),
+}
+MAY_NORMALIZE = {  # the others do
+    *("Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock"),
+    *("OlmoeSparseMoeBlock", "FlexOlmoSparseMoeBlock", "MellumSparseMoeBlock"),
+}
+DEEPSEEK_V2 = "DeepseekV2Moe"
+GROUPED = {  # choose among groups of experts first
+    *(DEEPSEEK_V2, "DeepseekV3MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE", "Dots1MoE", "SolarOpenMoE"),
+    "ExaoneMoeSparseMoEBlock",
+}
+KNOWN = {GPT_OSS, "MixtralSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"}
+KNOWN |= SHARING | MAY_NORMALIZE | GROUPED
+"""Classes of transformers."""
+
+
+def _class_of(block: Any) -> str:
+    return type(block).__name__ if kind_of(block) else ""
 
 
 class PackedExperts:
@@ -103,13 +121,13 @@ class PackedExperts:
     """
 
     def __init__(self, block: Any) -> None:
-        is_gpt_oss, self._experts = type(block) is GptOssMLP, block.experts
+        is_gpt_oss, self._experts = _class_of(block) == GPT_OSS, block.experts
         self._feed_many = _stock_mlp(block)
         found = _projections(block)
         assert found is not None, "fits() comes before"
         self._opening, self._closing = found
         self._shared: Callable[[Tensor], Tensor] | None = None
-        if type(block) in GROUPED:
+        if _class_of(block) in GROUPED:
             has_shared = self._opening.shared is not None
             self._route, self._count = _grouped_router(block, has_shared=has_shared)
             self._shared = None if has_shared else feed_of(block.shared_experts)
@@ -126,10 +144,10 @@ class PackedExperts:
     @staticmethod
     def fits(block: Any) -> bool:
         """Whether it is a router and experts of a known kind, with plain weights."""
-        if type(block) not in KNOWN:
+        if _class_of(block) not in KNOWN:
             return False
         experts: Any = block.experts
-        is_known = type(block) is GptOssMLP or type(experts.act_fn) is type(ACT2FN["silu"])
+        is_known = _class_of(block) == GPT_OSS or type(experts.act_fn) is type(ACT2FN["silu"])
         is_plain = all(type(weight.data) is Tensor for weight in block.parameters())
         is_one_kind = len({weight.dtype for weight in experts.parameters()}) == 1
         fits = is_known and is_plain and is_one_kind and _is_replaced(experts)
@@ -157,13 +175,13 @@ Router = Callable[[Tensor], Routes]  # of normed states [N, H]
 
 def _softmax_router(block: Any) -> tuple[Router, int]:
     """What chooses experts for states, and how many for each token."""
-    is_gpt_oss = type(block) is GptOssMLP
+    is_gpt_oss = _class_of(block) == GPT_OSS
     router: Any = block.router if is_gpt_oss else block.gate
-    has_shared = type(block) in SHARING
+    has_shared = _class_of(block) in SHARING
     weight = join([router, block.shared_expert_gate] if has_shared else [router])
     bias: Tensor | None = router.bias if is_gpt_oss else None
     # gpt-oss takes the softmax of what it chose, which is the same.
-    is_normalized = router.norm_topk_prob if type(block) in MAY_NORMALIZE else True
+    is_normalized = router.norm_topk_prob if _class_of(block) in MAY_NORMALIZE else True
     count = int(router.top_k)
     choose = partial(route, count=count, is_normalized=is_normalized, has_shared=has_shared)
     return lambda states: choose(linear(states, weight, bias)), count
@@ -174,14 +192,14 @@ def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
     gate: Any = block.gate
     weight, count = gate.weight.data, int(gate.top_k)
     choice = GroupedChoice(count, factor=float(gate.routed_scaling_factor), has_shared=has_shared)
-    if type(block) is not DeepseekV2Moe:
+    if _class_of(block) != DEEPSEEK_V2:
         choice = choice._replace(
             is_sigmoid=True,
             bias=gate.e_score_correction_bias.float(),
             is_normalized=bool(gate.norm_topk_prob),
             ranked_by=2,
         )
-    if type(block) is not DeepseekV2Moe or gate.topk_method == "group_limited_greedy":
+    if _class_of(block) != DEEPSEEK_V2 or gate.topk_method == "group_limited_greedy":
         choice = choice._replace(groups=int(gate.num_group), chosen=int(gate.topk_group))
     return lambda states: route_in_groups(router_logits(states, weight), choice), count
 
@@ -189,9 +207,9 @@ def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
 def _projections(block: Any) -> tuple[Projection, Projection] | None:
     """Opening and closing; None where an expert that all tokens take is unlike the others."""
     opening, closing = (_projection(block.experts, name) for name in ("gate_up_proj", "down_proj"))
-    if type(block) in GROUPED:
+    if _class_of(block) in GROUPED:
         return _with_all(opening, closing, block.shared_experts) or (opening, closing)
-    if type(block) not in SHARING:
+    if _class_of(block) not in SHARING:
         return opening, closing
     shared, gate = block.shared_expert, block.shared_expert_gate
     is_one_router = type(gate) is nn.Linear and gate.weight.dtype == block.gate.weight.dtype

@@ -20,23 +20,28 @@ from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import Tables, index_over
 from guided_spec.models.packed.decoder import (
     FAMILY,
+    RESIDUAL,
+    LayerNorms,
     attending_layer,
     fits_packed,
-    has_static_rope,
-    has_whole_rope,
+    is_rotated,
 )
-from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
+from guided_spec.models.packed.layer import (
+    Norm,
+    PackedLayer,
+    as_rotation,
+    rotation_table,
+)
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.pictures.axes import split_by, split_of
 from guided_spec.models.pictures.vision import SERVED
+from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
-KNOWN_MODULES = {
-    *(kind.__module__ for kind in FAMILY),
-    *(f"transformers.models.{kind}.modeling_{kind}" for kind in SERVED),
-}
+KINDS = FAMILY | {*SERVED}
 """Of transformers, with layers that have a packed form."""
 
 
@@ -167,9 +172,10 @@ class PackedMtp:
         if module is None:
             return False
         layer = module.layer
-        if type(layer).__module__ not in KNOWN_MODULES or hasattr(
-            layer, "pre_feedforward_layernorm"
-        ):
+        if kind_of(layer) not in KINDS or not is_rotated(layer) or hasattr(layer, RESIDUAL):
+            return False
+        before, attended, inner, fed = LayerNorms.of(layer)
+        if before is None or inner is None or attended is not None or fed is not None:
             return False
         attention = layer.self_attn
         is_whole = not (getattr(attention, "sliding_window", None) or hasattr(attention, "sinks"))

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.models.pictures.axes import NUM_AXES, split_of
+from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.slot_attention import (
     HeadNorms,
     KeyValues,
@@ -40,9 +37,16 @@ from guided_spec.ops.delta_rule import (
 )
 from guided_spec.ops.pointwise import rotate_and_store
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Whose weights are around 0.
-SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+FUSED = "qkv_proj"  # queries, keys and values in one
+HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))  # before, after rotation
+# Of norms that round after their weight alone, what is added to it: some weights are around 0.
+SHIFTS = {
+    **dict.fromkeys(("GemmaRMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"), 1.0),
+    **dict.fromkeys(("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"), 1.0),
+    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm", "FlexOlmoRMSNorm", "HeliumRMSNorm"), 0.0),
+}
+IN_PAIRS = ("glm", "glm4", "ernie4_5", "helium")  # kinds whose heads are rotated so
 
 
 class Norm(NamedTuple):
@@ -50,50 +54,50 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
-    shift: float = 0.0
+    shift: float | None = None
 
     @classmethod
     def of(cls, module: Any) -> Norm:
         """The weight and epsilon of a stock RMS norm."""
-        if isinstance(module, SHIFTED_NORMS):
-            return cls(module.weight, module.eps, 1.0)
-        return cls(module.weight, module.variance_epsilon)
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        return cls(module.weight, eps, SHIFTS.get(type(module).__name__))
 
 
 class PackedLayer:
     """The attention and the MLP of a stock layer.
 
-    attention: as of the llama family of transformers: projections q, k, v, o, rotary embedding over
-        heads or how they begin; norms and gates of heads, and sinks, where it has them. mlp: with
-        gate, up and down, or experts that ``PackedExperts`` knows; any other runs as it is.
+    attention: as of the llama family of transformers: projections q, k, v, o, the first three may
+        be one; rotary embedding over heads or how they begin; norms of heads or of all together,
+        gates of heads, and sinks, where it has them. mlp: with gate, up and down, the first two may
+        be one, or experts that ``PackedExperts`` knows; any other runs as it is.
     window: of sliding attention, None for all keys.
     """
 
     def __init__(self, attention: Any, mlp: Any, window: Window | None = None) -> None:
         size: int = attention.head_dim
-        queries, keys = (
-            linear.out_features // size for linear in (attention.q_proj, attention.k_proj)
-        )
-        has_gates = queries * size == 2 * attention.o_proj.in_features
-        self.shape = QkvShape(queries // 2 if has_gates else queries, keys, size, has_gates)
-        self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        inputs = _inputs(attention)
+        queries = attention.o_proj.in_features // size
+        has_gates = len(inputs) > 1 and inputs[0].out_features == 2 * queries * size
+        heads = sum(one.out_features for one in inputs) // size
+        keys = (heads - queries * (1 + has_gates)) // 2
+        in_pairs = kind_of(attention) in IN_PAIRS
+        self.shape = QkvShape(queries, keys, size, has_gates, in_pairs)
+        self._qkv = pack(inputs)
         self._output = attention.o_proj
         self._scale: float = attention.scaling
         self._window = window
         self._sinks: Tensor | None = attention.sinks if hasattr(attention, "sinks") else None
-        self._norms = None
-        if hasattr(attention, "q_norm"):
-            query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
-            self._norms = HeadNorms(_whole(query), _whole(key), query.eps)
+        self._norms = _head_norms(attention)
         self.kept = KeptShape(self.shape.keys, size, size)
         self.feed = feed_of(mlp)
 
     @staticmethod
     def fits(attention: Any) -> bool:
         """Whether the attention is of the kind described above, with plain weights."""
-        linears = [getattr(attention, name, None) for name in PROJECTIONS]
+        linears = _inputs(attention)
         has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
-        return has_size and all(map(is_plain, linears)) and can_be_joined(linears[:3])
+        are_plain = all(map(is_plain, [*linears, getattr(attention, "o_proj", None)]))
+        return has_size and are_plain and can_be_joined(linears)
 
     def attend(
         self,
@@ -133,8 +137,10 @@ class PackedLayer:
 
         packed: [N, 2 * Hkv * D], keys before values, contiguous, modified.
         """
-        shape = self.shape._replace(queries=0)
-        rotate_and_store(packed, rotation, shape, self._norms, memory, index)
+        shape, norms = self.shape._replace(queries=0), self._norms
+        if norms is not None and norms.are_whole:
+            norms = norms._replace(query=norms.query[:0])
+        rotate_and_store(packed, rotation, shape, norms, memory, index)
 
     def _attend_grouped(self, query: Tensor, memory: KeyValues, seen: SlotIndex) -> Tensor:
         """Queries [N, Hq, D] that see the same as the others of their row: they are more heads of
@@ -167,6 +173,22 @@ def as_rotation(found: Any) -> Rotation:
         found = [torch.cat([part, part], 2) for part in (found.real, found.imag)]
     cos, sin = found
     return Rotation(cos[0].contiguous(), sin[0].contiguous())
+
+
+def _inputs(attention: Any) -> list[Any]:
+    """What makes queries, keys and values, in this order; None of what is missing."""
+    names = [FUSED] if hasattr(attention, FUSED) else PROJECTIONS
+    return [getattr(attention, name, None) for name in names]
+
+
+def _head_norms(attention: Any) -> HeadNorms | None:
+    for names in HEAD_NORMS:
+        if hasattr(attention, names[0]):
+            query, key = (Norm.of(getattr(attention, name)) for name in names)
+            come_after, size = names != HEAD_NORMS[0], attention.head_dim
+            are_whole = query.weight.numel() != size or key.weight.numel() != size
+            return HeadNorms(_whole(query), _whole(key), query.eps, are_whole, come_after)
+    return None
 
 
 def _whole(norm: Norm) -> Tensor:

@@ -30,10 +30,10 @@ from guided_spec.models.packed.decoder import (
     LayerStates,
     PackedOutput,
     has_hooks,
-    has_static_rope,
 )
 from guided_spec.models.pictures.axes import counts_axes
 from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.rope import has_static_rope
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.kv_cache import unscaled_length
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings

@@ -204,12 +204,15 @@ class QkvShape(NamedTuple):
 
     queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
     has_gates: whether a gate of so many numbers comes after each query, as of Qwen3-Next.
+    in_pairs: whether a number is rotated with the next one, as of GLM; else with that which comes
+        half of what is rotated after it.
     """
 
     queries: int
     keys: int
     size: int
     has_gates: bool = False
+    in_pairs: bool = False
 
     @property
     def stride(self) -> int:
@@ -223,11 +226,18 @@ class QkvShape(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms over single heads, before they are rotated, as of Qwen3: weights [D] each."""
+    """RMS norms over single heads, as of Qwen3: weights [D] each.
+
+    are_whole: over all queries together and all keys, as of Olmo: weights [Hq * D] and [Hkv * D];
+        of no shape with gates.
+    come_after: the rotation of single heads, as of Hunyuan.
+    """
 
     query: Tensor
     key: Tensor
     eps: float
+    are_whole: bool = False
+    come_after: bool = False
 
 
 class Rotation(NamedTuple):

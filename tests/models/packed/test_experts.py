@@ -11,6 +11,8 @@ import torch
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.packed import feed
 from guided_spec.models.packed.feed import PackedExperts, feed_of
+from tests.models.families import KINDS as KNOWN_KINDS
+from tests.models.families import build_family
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 
@@ -26,22 +28,27 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {"n_shared_experts": 1, "routed_scaling_factor": 2.5}),
     "deepseek_v3 shares": ("deepseek_v3", {"n_shared_experts": 2, "norm_topk_prob": False}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "glm4_moe": ("glm4_moe", {}),
 }
+# Of other families, with the same equations.
+OTHERS = ["dots1", "solar_open", "exaone_moe", "qwen2_moe", "olmoe", "flex_olmo", "mellum"]
+ALL = [*KINDS, *(name for name in OTHERS if name in KNOWN_KINDS)]
 
 
 def block_of(kind: str) -> tuple[Any, Any]:
-    """A model and the experts of its second layer, in float32."""
-    name, fields = KINDS[kind]
-    model: Any = build(name, **fields)
-    for mlp in (layer.mlp for layer in model.get_decoder().layers[1:]):
+    """A model and the experts of its second layer or a later one, in float32."""
+    name, fields = KINDS.get(kind, (kind, {}))
+    model: Any = build(name, **fields) if kind in KINDS else build_family(name)
+    blocks = [layer.mlp for layer in model.get_decoder().layers[1:]]
+    for mlp in blocks:
         if hasattr(mlp, "gate") and hasattr(mlp.gate, "e_score_correction_bias"):
             mlp.gate.e_score_correction_bias.uniform_(-0.5, 0.5)
-    return model, model.get_decoder().layers[1].mlp
+    return model, next(mlp for mlp in blocks if hasattr(mlp, "experts"))
 
 
 @pytest.mark.parametrize("are_few", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 9])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.inference_mode()
 def test_both_ways_give_what_the_block_gives(
     kind: str, count: int, monkeypatch: pytest.MonkeyPatch, *, are_few: bool
@@ -83,7 +90,7 @@ def test_experts_of_another_kind_stay_as_they_are() -> None:
     assert not PackedExperts.fits(build("llama").get_decoder().layers[0].mlp)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_drafts_of_few_pairs_give_what_generate_gives(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

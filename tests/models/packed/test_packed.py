@@ -37,12 +37,12 @@ from tests.whole_drafts import draft_greedily
 
 VOCAB = 64
 CPU = torch.device("cpu")
-DENSE = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "gemma3"]
+DENSE = ["llama", "llama3_rope", "llama_dynamic", "qwen3", "mistral", "qwen2", "gemma3"]
 LATENT = ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v2", "glm4_moe_lite", "youtu"]
-FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss", *LATENT]
-STOCK = ["bitnet", "glm4_moe"]  # stock modules, with the attention over slots
+FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", *LATENT]
+STOCK = ["bitnet", "llama4"]  # stock modules, with the attention over slots
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-OTHERS = ["llama_dynamic", "gemma2", "deepseek_v32"]
+OTHERS = ["gemma2", "deepseek_v32"]
 
 
 def make(name: str) -> PreTrainedModel:
@@ -319,7 +319,7 @@ def test_an_mtp_module_walks_as_the_stock_one(name: str) -> None:
     check_walks(QwenMtpHead.fresh(build(name), initialize="random").eval(), 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "deepseek_v3_yarn", "youtu"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "deepseek_v3_yarn", "youtu", "glm4_moe"])
 @torch.inference_mode()
 def test_a_deepseek_module_walks_as_the_stock_one(name: str) -> None:
     check_walks(MtpHead.fresh(build(name), initialize="random").eval(), 1)
@@ -327,7 +327,7 @@ def test_a_deepseek_module_walks_as_the_stock_one(name: str) -> None:
 
 def test_other_modules_keep_their_stock_form() -> None:
     """Those of several modules, and of layers that are made otherwise."""
-    for name, count in (("llama", 2), ("gemma3", 1), ("gpt_oss", 1), ("glm4_moe", 1)):
+    for name, count in (("llama", 2), ("gemma3", 1), ("gpt_oss", 1)):
         head = QwenMtpHead.fresh(build(name), count, initialize="random")
         assert PackedMtp.of(head, 10) is None
 
