@@ -54,7 +54,8 @@ __all__ = ["folder"]  # a fixture
 
 
 def made(num_bytes: int, seed: int = 0) -> PicturePrompt:
-    found = Picture.of({"a": np.full(num_bytes, seed, dtype=np.uint8)}, 1)
+    content = f"{num_bytes} {seed}".encode()
+    found = Picture.of(content, {"a": np.full(num_bytes, seed, dtype=np.uint8)}, 1)
     return PicturePrompt([1, 5, 2], (found,), [1])
 
 
@@ -76,7 +77,7 @@ def test_messages_with_arrays_arrive_as_they_were(
     turned: bool,  # noqa: FBT001
 ) -> None:
     named = {str(at): one.T if turned else one for at, one in enumerate(arrays)}
-    sent = [("first", Picture.of(named, 3)), "then"]
+    sent = [("first", Picture.of(b"named", named, 3)), "then"]
     ours, theirs = Pipe()
     with pytest.MonkeyPatch.context() as patch, ours, theirs:
         patch.setattr(engine_process, "PIECE_BYTES", piece)
@@ -112,9 +113,8 @@ def test_arrays_are_not_copied_into_messages(folder: Path) -> None:
         assert isinstance(prompt, PicturePrompt)
         (one,) = prompt.pictures
         more = {"extra": np.zeros(LARGE, dtype=np.uint8)}  # which the tower does not read
-        large = PicturePrompt(
-            prompt.token_ids, (Picture.of({**one.inputs, **more}, one.count),), prompt.places
-        )
+        wide = Picture.of(b"large", {**one.inputs, **more}, one.count)
+        large = PicturePrompt(prompt.token_ids, (wide,), prompt.places)
 
         async def text() -> str:
             async with aclosing(engine.astream([large], GREEDY)) as chunks:

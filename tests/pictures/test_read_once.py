@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from PIL import PngImagePlugin
+from PIL import Image, PngImagePlugin
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
+from guided_spec.models.pictures.picture import PicturePrompt
 from guided_spec.types import SamplingParams
 from tests.pictures.sighted import ask, picture, png, sighted
 from tests.pictures.test_server import OWN, chat, folder, image, messages, responses, served
@@ -167,3 +168,16 @@ def test_the_commands_name_the_part(folder: Path, tmp_path: Path) -> None:
     codes = [(replies[name]["response"] or {}).get("status_code") for name in "abc"]
     assert codes == [200, 400, 200]
     assert PLACE + REASON in json.dumps(replies["b"])
+
+
+def test_pictures_are_told_apart_by_their_pixels() -> None:
+    """Those of other sides, too, whose bytes are the same."""
+    plain = Image.new("RGB", (16, 32))
+    other = plain.copy()
+    other.putpixel((15, 31), (0, 0, 1))
+    shown = [plain, plain.copy(), plain.rotate(90, expand=True), other]
+    with sighted("qwen2_vl").llm() as llm:
+        prompts = [llm.prepare_chat(ask(one, "What?")).prompt for one in shown]
+    read = [one.pictures[0] for one in prompts if isinstance(one, PicturePrompt)]
+    assert read[0] == read[1]
+    assert len({*read}) == 3

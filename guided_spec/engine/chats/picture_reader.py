@@ -130,7 +130,8 @@ class PictureReader:
             raise ConfigError(one.path, f"a picture of {shown}", fix) from error
         ids = found["input_ids"][0].tolist()
         arrays = {n: torch.as_tensor(v).numpy() for n, v in found.items() if n not in _OF_TEXT}
-        return Picture.of(arrays, ids.count(self.sight.placeholder)), ids
+        pixels = f"{image.mode} {image.size} ".encode() + image.tobytes()
+        return Picture.of(pixels, arrays, ids.count(self.sight.placeholder)), ids
 
     def _require_room(self, name: str, pictures: Sequence[Picture]) -> None:
         needed = sum(one.count for one in set(pictures))

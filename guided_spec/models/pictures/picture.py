@@ -30,8 +30,9 @@ class Sight(NamedTuple):
 class Picture:
     """What a processor made of one picture; equal to every picture of the same content.
 
-    content: a digest of ``inputs``. count: tokens that it takes. inputs: arrays by the names of the
-    vision tower's arguments, in one piece each; none where the picture has been read.
+    content: a digest of its pixels; ``inputs`` hold eight times as many bytes. count: tokens it
+    takes. inputs: arrays by the names of the vision tower's arguments, in one piece each; none
+    where the picture has been read.
     """
 
     content: bytes
@@ -39,14 +40,11 @@ class Picture:
     inputs: dict[str, NDArray[Any]] = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, inputs: Mapping[str, NDArray[Any]], count: int) -> Picture:
-        """The picture of a processor's arrays."""
-        found = hashlib.blake2b(digest_size=16)
-        arrays = {name: np.asarray(inputs[name], order="C") for name in sorted(inputs)}
-        for name, array in arrays.items():
-            found.update(f"{name} {array.dtype} {array.shape} ".encode())
-            found.update(array.data if array.size else b"")
-        return cls(found.digest(), count, arrays)
+    def of(cls, pixels: bytes, inputs: Mapping[str, NDArray[Any]], count: int) -> Picture:
+        """The picture of a processor's arrays. pixels: all that these depend on."""
+        content = hashlib.blake2b(pixels, digest_size=16).digest()
+        arrays = {name: np.asarray(array, order="C") for name, array in inputs.items()}
+        return cls(content, count, arrays)
 
     def names(self) -> Iterator[int]:
         """A number for each of its tokens that no other picture's token has, and no word's."""
