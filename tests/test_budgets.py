@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_050,  # 100 more: all messages name options, the port comes first, images
+    "cli": 2_080,  # 130 more: all messages name options, the port first, images, quick ends
     "engine": 7_820,  # 1,370 more: what templates read, refusals, pictures, halves, all steps read
     "evaluate": 1_270,  # 10 more: requests that fail
     "grammar": 22_410,  # 625 more: listed items, vast counts, classes of surrogates, functions
