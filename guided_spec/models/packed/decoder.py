@@ -16,32 +16,9 @@ from warnings import catch_warnings
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import (
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-)
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-)
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-)
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
-from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.kinds import is_kind
 from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.pictures.embedding import deep_changes
@@ -51,14 +28,27 @@ from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIn
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
-FAMILY = (
-    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
-    *(MixtralForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM),
-    *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Qwen3NextForCausalLM),
-    *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
-    *(Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration),
-    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, YoutuForCausalLM),
-)
+# Classes, and the module of transformers that each is in.
+FAMILY = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "YoutuForCausalLM": "youtu",
+}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -341,7 +331,7 @@ def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotati
 def _is_served(model: PreTrainedModel) -> bool:
     stock: Any = model
     config: Any = model.config.get_text_config(decoder=True)
-    if type(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
+    if not is_kind(model, FAMILY) or len({p.device for p in model.parameters()}) != 1:
         return False
     if not has_static_rope(config) or has_hooks(model):
         return False

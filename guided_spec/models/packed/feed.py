@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteMoE
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.kinds import is_kind
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
 from guided_spec.models.stock.experts import REPLACED
 from guided_spec.ops.linear.experts import (
@@ -81,13 +73,16 @@ def _has_plain_projections(mlp: Any) -> bool:
     return hasattr(mlp, "act_fn") and all(map(is_plain, linears)) and can_be_joined(linears[:2])
 
 
-MAY_NORMALIZE = (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)  # the others do
-SHARING = (Qwen3NextSparseMoeBlock, Qwen3_5MoeSparseMoeBlock)  # with an expert that all tokens take
-GROUPED = (DeepseekV2Moe, DeepseekV3MoE, Glm4MoeLiteMoE)  # choose among groups of experts first
-KNOWN = (
-    *(GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, Qwen3VLMoeTextSparseMoeBlock),
-    *(*SHARING, *GROUPED),
-)
+MAY_NORMALIZE = ("Qwen3MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock")  # the others do
+# With an expert that all tokens take.
+SHARING = ("Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock")
+SOFTMAX = ("DeepseekV2Moe",)
+GROUPED = (*SOFTMAX, "DeepseekV3MoE", "Glm4MoeLiteMoE")  # choose among groups of experts first
+GPT_OSS = ("GptOssMLP",)
+KNOWN = {
+    *("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"),
+    *(*GPT_OSS, *SHARING, *GROUPED),
+}
 
 
 class PackedExperts:
@@ -103,13 +98,13 @@ class PackedExperts:
     """
 
     def __init__(self, block: Any) -> None:
-        is_gpt_oss, self._experts = type(block) is GptOssMLP, block.experts
+        is_gpt_oss, self._experts = is_kind(block, GPT_OSS), block.experts
         self._feed_many = _stock_mlp(block)
         found = _projections(block)
         assert found is not None, "fits() comes before"
         self._opening, self._closing = found
         self._shared: Callable[[Tensor], Tensor] | None = None
-        if type(block) in GROUPED:
+        if is_kind(block, GROUPED):
             has_shared = self._opening.shared is not None
             self._route, self._count = _grouped_router(block, has_shared=has_shared)
             self._shared = None if has_shared else feed_of(block.shared_experts)
@@ -126,10 +121,10 @@ class PackedExperts:
     @staticmethod
     def fits(block: Any) -> bool:
         """Whether it is a router and experts of a known kind, with plain weights."""
-        if type(block) not in KNOWN:
+        if not is_kind(block, KNOWN):
             return False
         experts: Any = block.experts
-        is_known = type(block) is GptOssMLP or type(experts.act_fn) is type(ACT2FN["silu"])
+        is_known = is_kind(block, GPT_OSS) or type(experts.act_fn) is type(ACT2FN["silu"])
         is_plain = all(type(weight.data) is Tensor for weight in block.parameters())
         is_one_kind = len({weight.dtype for weight in experts.parameters()}) == 1
         fits = is_known and is_plain and is_one_kind and _is_replaced(experts)
@@ -157,13 +152,13 @@ Router = Callable[[Tensor], Routes]  # of normed states [N, H]
 
 def _softmax_router(block: Any) -> tuple[Router, int]:
     """What chooses experts for states, and how many for each token."""
-    is_gpt_oss = type(block) is GptOssMLP
+    is_gpt_oss = is_kind(block, GPT_OSS)
     router: Any = block.router if is_gpt_oss else block.gate
-    has_shared = type(block) in SHARING
+    has_shared = is_kind(block, SHARING)
     weight = join([router, block.shared_expert_gate] if has_shared else [router])
     bias: Tensor | None = router.bias if is_gpt_oss else None
     # gpt-oss takes the softmax of what it chose, which is the same.
-    is_normalized = router.norm_topk_prob if type(block) in MAY_NORMALIZE else True
+    is_normalized = router.norm_topk_prob if is_kind(block, MAY_NORMALIZE) else True
     count = int(router.top_k)
     choose = partial(route, count=count, is_normalized=is_normalized, has_shared=has_shared)
     return lambda states: choose(linear(states, weight, bias)), count
@@ -174,14 +169,14 @@ def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
     gate: Any = block.gate
     weight, count = gate.weight.data, int(gate.top_k)
     choice = GroupedChoice(count, factor=float(gate.routed_scaling_factor), has_shared=has_shared)
-    if type(block) is not DeepseekV2Moe:
+    if not is_kind(block, SOFTMAX):
         choice = choice._replace(
             is_sigmoid=True,
             bias=gate.e_score_correction_bias.float(),
             is_normalized=bool(gate.norm_topk_prob),
             ranked_by=2,
         )
-    if type(block) is not DeepseekV2Moe or gate.topk_method == "group_limited_greedy":
+    if not is_kind(block, SOFTMAX) or gate.topk_method == "group_limited_greedy":
         choice = choice._replace(groups=int(gate.num_group), chosen=int(gate.topk_group))
     return lambda states: route_in_groups(router_logits(states, weight), choice), count
 
@@ -189,9 +184,9 @@ def _grouped_router(block: Any, *, has_shared: bool) -> tuple[Router, int]:
 def _projections(block: Any) -> tuple[Projection, Projection] | None:
     """Opening and closing; None where an expert that all tokens take is unlike the others."""
     opening, closing = (_projection(block.experts, name) for name in ("gate_up_proj", "down_proj"))
-    if type(block) in GROUPED:
+    if is_kind(block, GROUPED):
         return _with_all(opening, closing, block.shared_experts) or (opening, closing)
-    if type(block) not in SHARING:
+    if not is_kind(block, SHARING):
         return opening, closing
     shared, gate = block.shared_expert, block.shared_expert_gate
     is_one_router = type(gate) is nn.Linear and gate.weight.dtype == block.gate.weight.dtype

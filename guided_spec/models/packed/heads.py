@@ -34,8 +34,7 @@ from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 
 KNOWN_MODULES = {
-    *(kind.__module__ for kind in FAMILY),
-    *(f"transformers.models.{kind}.modeling_{kind}" for kind in SERVED),
+    f"transformers.models.{kind}.modeling_{kind}" for kind in (*FAMILY.values(), *SERVED)
 }
 """Of transformers, with layers that have a packed form."""
 

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
+from guided_spec.models.packed.kinds import is_a_kind
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.models.pictures.axes import NUM_AXES, split_of
 from guided_spec.ops.attention.slot_attention import (
@@ -42,7 +39,7 @@ from guided_spec.ops.pointwise import rotate_and_store
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Whose weights are around 0.
-SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
+SHIFTED_NORMS = ("Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 
 
 class Norm(NamedTuple):
@@ -55,7 +52,7 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> Norm:
         """The weight and epsilon of a stock RMS norm."""
-        if isinstance(module, SHIFTED_NORMS):
+        if is_a_kind(module, SHIFTED_NORMS):
             return cls(module.weight, module.eps, 1.0)
         return cls(module.weight, module.variance_epsilon)
 
