@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_110,  # 160 more: all messages name options, the port first, images, quick ends
+    "cli": 2_120,  # 170 more: all messages name options, the port first, images, quick ends
     "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
     "evaluate": 1_270,  # 10 more: requests that fail
     "grammar": 22_450,  # 665 more: arguments, listed items, vast counts, surrogates, functions

@@ -25,7 +25,7 @@ def run() -> None:
         raise SystemExit(sentence) from None
     is_short = sys.argv[1:2] and sys.argv[1] in SHORT
     if is_short:  # nothing that torch and transformers import is garbage
-        gc.set_threshold(100_000)
+        gc.disable()
     try:
         app()
     except SystemExit as end:
@@ -34,15 +34,22 @@ def run() -> None:
         raise
 
 
+def collect_again() -> None:
+    """What is new is collected again, once what a short command needs is loaded."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def _leave(code: int) -> None:
     """End the process without taking all modules apart, which costs a second of CPU.
 
     Returns where Python has to end it: a thread still works, or nobody takes the output.
     """
-    if any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
-        return
-    atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if all(one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
+        atexit._run_exitfuncs()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    gc.unfreeze()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from guided_spec.cli import collect_again
 from guided_spec.cli.console import print_json, stderr
 from guided_spec.cli.words import grammar_option
 from guided_spec.errors import ConfigError
@@ -65,7 +66,9 @@ class ModelOptions:
         """
         from guided_spec.engine.llm import LLM
 
-        return LLM(**self.arguments(**others))
+        llm = LLM(**self.arguments(**others))
+        collect_again()
+        return llm
 
     def arguments(self, **others: Any) -> dict[str, Any]:
         """Arguments of ``LLM``: those that are not None. others: further ones.
