@@ -135,20 +135,28 @@ class PromptTooLongError(PromptError):
     """The prompt leaves no capacity in the context for a token."""
 
 
+def _in_context(room: int) -> str:
+    return f"the context has room for {room} tokens: send a shorter prompt"
+
+
 class BudgetTooSmallError(RequestError):
     """No text of the grammar is known that is as short as the request wants it.
 
-    max_tokens: what the request may get. least: tokens of the shortest known text, the one that
-    ends it among them; None if no end was found at all. reason: in words.
+    max_tokens: what the request asked for. least: tokens of the shortest known text, the one that
+    ends it among them; None if no end was found at all. room: what the context has for it, None
+    if that is more. reason: in words.
     """
 
-    def __init__(self, max_tokens: int, least: int | None) -> None:
+    def __init__(self, max_tokens: int, least: int | None, room: int | None = None) -> None:
         self.max_tokens = max_tokens
         self.least = least
+        self.room = max_tokens if room is None else room
         self.reason = "no way to end a text of the grammar was found"
         if least is not None:
             texts = f"the grammar's shortest text takes {least} tokens, with the one that ends it"
-            self.reason = f"{texts}; allow at least {least}"
+            allowing = [f"allow at least {least}"] if least > max_tokens else []
+            context = [_in_context(self.room)] if self.room < max_tokens else []
+            self.reason = f"{texts}; {', but '.join(allowing + context)}"
         fix = "; pass complete=False" if least is None else ", or pass complete=False"
         super().__init__(f"max_tokens={max_tokens}: {self.reason}{fix}")
 
@@ -164,11 +172,7 @@ class TextCutShortError(RequestError):
         self.max_tokens = max_tokens
         self.room = room
         self.reason = "the text was ended early to fit, so that it may be cut short; "
-        self.reason += (
-            "allow more tokens"
-            if room >= max_tokens
-            else f"the context has room for {room} tokens: send a shorter prompt"
-        )
+        self.reason += "allow more tokens" if room >= max_tokens else _in_context(room)
         super().__init__(f'max_tokens={max_tokens}: {self.reason}, or pass on_short="return"')
 
 

@@ -19,7 +19,7 @@ import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch
-from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
+from guided_spec.errors import BudgetTooSmallError, ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
@@ -140,7 +140,10 @@ class GuidedText:
         # Where ``min_tokens`` bans the end up to the last token, no text ends in time.
         may_end = is_required or (params.complete is None and params.min_tokens < budget)
         if endings is not None and may_end:
-            grammar = endings.bound(grammar, budget, is_required=is_required)
+            try:
+                grammar = endings.bound(grammar, budget, is_required=is_required)
+            except BudgetTooSmallError as error:  # the budget may be what the context left
+                raise BudgetTooSmallError(params.max_tokens, error.least, budget) from None
         self.constraint = Constraint(grammar, self.grammar_ends)
 
     def append(

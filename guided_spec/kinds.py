@@ -32,15 +32,18 @@ _ELSEWHERE = {
     theirs: ours
     for ours, listed in {
         "assistant": "ai bot",
-        "draft": "speculative_model",
+        "choice": "choices guided_choice",
+        "draft": "assistant_model draft_model speculative_draft_model speculative_model",
         "dtype": "torch_dtype",
-        "grammar": "guided_choice guided_json guided_regex json_schema output_type response_format "
-        "response_model schema structured_outputs",
+        "grammar": "choice ebnf guided_grammar lark output_type regex response_format schema "
+        "structured_outputs",
         "grammar_backend": "guided_decoding_backend",
         "integer": "int",
         "kv_memory_bytes": "gpu_memory_utilization",
         "max_batch_size": "max_num_seqs",
+        "max_model_len": "context_length max_seq_len max_seq_length n_ctx",
         "max_tokens": "max_completion_tokens max_length max_new_tokens max_output_tokens",
+        "model": "model_id model_name model_name_or_path model_path",
         "n": "num_return_sequences",
         "num_draft_tokens": "num_assistant_tokens num_speculative_tokens",
         "params": "sampling_params",
@@ -48,15 +51,19 @@ _ELSEWHERE = {
         "prefix_cache": "enable_prefix_caching",
         "progress": "use_tqdm",
         "prompts": "prompt",
+        "regex": "guided_regex pattern",
+        "schema": "guided_json json_schema response_model",
         "stop": "stop_strings",
         "stop_token_ids": "eos_token_id",
         "string": "str",
         "tool": "function",
+        "tool_choice": "function_call",
+        "tools": "functions",
         "user": "human",
     }.items()
     for theirs in listed.split()
 }
-"""What others call an option, a role or a type, and its name here."""
+"""What others call an option, a role or a type, and its name here, or one that leads there."""
 
 _MOST = 3  # names that are suggested: what is like more of them is like none
 _LONG = 4  # letters, from which a name may be the beginning of a word in another
@@ -77,8 +84,10 @@ def nearest_names(name: object, known: Iterable[str]) -> list[str]:
         return []
     names = [one for one in known if isinstance(one, str)]
     ours = _ELSEWHERE.get(name.strip("-").replace("-", "_"))
-    if ours and (same := [one for one in names if slips_of(ours, one) == 0]):
-        return same
+    while ours is not None:
+        if same := [one for one in names if slips_of(ours, one) == 0]:
+            return same
+        ours = _ELSEWHERE.get(ours)
     far = {one: found for one in names if (found := slips_of(name, one)) is not None}
     least = min(far.values(), default=0)
     near = [one for one, found in far.items() if found == least]

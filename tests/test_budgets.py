@@ -12,10 +12,10 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_050,  # 100 more: all messages name options, the port comes first, images
-    "engine": 7_820,  # 1,370 more: what templates read, refusals, pictures, halves, all steps read
+    "cli": 2_120,  # 170 more: all messages name options, the port first, images, quick ends
+    "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
     "evaluate": 1_270,  # 10 more: requests that fail
-    "grammar": 22_420,  # 635 more: listed items, vast counts, classes of surrogates, functions
+    "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_840,  # 90 more: what a device drew freely, rows of two libraries, undrafted steps
     "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
@@ -23,8 +23,8 @@ BUDGETS = {
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures
     "trace": 785,  # 25 more: axes with numbers
-    "training": 6_460,  # 30 more: answers that are written together, forced tokens in numpy
-    ".": 2_270,  # 160 more: one rule for the nearest known names, pictures' tokens
+    "training": 6_465,  # 35 more: answers that are written together, forced tokens in numpy
+    ".": 2_290,  # 180 more: room, one rule for the nearest known names, pictures' tokens
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

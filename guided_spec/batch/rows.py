@@ -30,7 +30,7 @@ class RowForm:
     """Rows for a prompt with columns.
 
     model: what is loaded. is_chat: whether the prompt is a message of a chat. id_column: whose
-    values are the custom ids; None takes the number of the row, from 1.
+    values are the custom ids; None takes the number of the row, from 1. tell: an error in words.
 
     Raises ConfigError for a prompt without columns.
     """
@@ -40,6 +40,7 @@ class RowForm:
     params: SamplingParams
     is_chat: bool
     id_column: str | None
+    tell: Callable[[Exception], str] = str
 
     def __post_init__(self) -> None:
         if not self.template.columns:
@@ -63,35 +64,41 @@ class RowForm:
             if self.id_column is not None:
                 custom_id = column_text(line.value, self.id_column)
         except GuidedSpecError as error:
-            return Question(custom_id, digest_of(*settings, index), refusal=_failed(error))
+            refusal = self.failed(error)
+            return Question(custom_id, digest_of(*settings, index), refusal=refusal)
         prompt = [{"role": "user", "content": text}] if self.is_chat else text
         return Question(custom_id, digest_of(*settings, text), prompt)
 
     def runner(self, llm: Any, watch: Callable[[Completion], None]) -> RowRunner:
         """What answers them. watch: called with each text that has ended."""
-        return RowRunner(llm, self.params, watch)
+        return RowRunner(llm, self, watch)
+
+    def failed(self, error: Exception, text: str | None = None) -> dict[str, Any]:
+        """The fields of an answer that an error is."""
+        told = {"type": type(error).__name__, "message": self.tell(error)}
+        return {"text": text or None, "finish_reason": "error", "error": told}
 
 
 class RowRunner:
     """Answers rows by texts of an ``LLM``."""
 
-    def __init__(
-        self, llm: Writer, params: SamplingParams, watch: Callable[[Completion], None]
-    ) -> None:
+    def __init__(self, llm: Writer, form: RowForm, watch: Callable[[Completion], None]) -> None:
         self._llm = llm
-        self._params = params
+        self._form = form
         self._watch = watch
 
     async def run(self, question: Question) -> Mapping[str, Any]:
         """The fields of an answer, its error among them."""
         try:
-            outputs = await self._llm.agenerate(question.content, self._params, on_error="return")
+            outputs = await self._llm.agenerate(
+                question.content, self._form.params, on_error="return"
+            )
         except GuidedSpecError as error:
-            return _failed(error)
+            return self._form.failed(error)
         (completion,) = outputs[0].completions
         self._watch(completion)
         if completion.error is not None:
-            return _failed(completion.error, completion.text)
+            return self._form.failed(completion.error, completion.text)
         return {
             "text": completion.text,
             "finish_reason": completion.finish_reason,
@@ -103,8 +110,3 @@ class RowRunner:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _failed(error: GuidedSpecError, text: str | None = None) -> dict[str, Any]:
-    told = {"type": type(error).__name__, "message": str(error)}
-    return {"text": text or None, "finish_reason": "error", "error": told}

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
+import sys
+import threading
+from contextlib import suppress
+
 NEEDED = ("rich", "typer")
+SHORT = ("check", "generate", "trace")  # commands whose imports may take longer than their work
 
 
 def run() -> None:
@@ -15,4 +23,33 @@ def run() -> None:
             raise
         sentence = f"guided-spec needs {missing}: pip install 'guided-spec[cli]'"
         raise SystemExit(sentence) from None
-    app()
+    is_short = sys.argv[1:2] and sys.argv[1] in SHORT
+    if is_short:  # nothing that torch and transformers import is garbage
+        gc.disable()
+    try:
+        app()
+    except SystemExit as end:
+        if is_short and isinstance(end.code, int):
+            _leave(end.code)
+        raise
+
+
+def collect_again() -> None:
+    """What is new is collected again, once what a short command needs is loaded."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _leave(code: int) -> None:
+    """End the process without taking all modules apart, which costs a second of CPU.
+
+    Returns where Python has to end it: a thread still works, or nobody takes the output.
+    """
+    if all(one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
+        atexit._run_exitfuncs()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    gc.unfreeze()

@@ -10,6 +10,7 @@ import typer
 
 from guided_spec.cli.console import print_json, stderr, working
 from guided_spec.cli.options import ModelOptions, TextOptions
+from guided_spec.cli.words import told
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _form_of(files: BatchOptions, asked: TextOptions, load: ModelOptions) -> For
             fix = "is for requests with a model of their own; leave it out, or the prompt"
             raise ConfigError("--served-model-name", files.served_model_name, fix)
         template = PromptTemplate(asked.text())
-        return RowForm(model, template, asked.params(), asked.chat, files.id_column)
+        return RowForm(model, template, asked.params(), asked.chat, files.id_column, told)
     for field in fields(asked):
         value = getattr(asked, field.name)
         if value != field.default:

@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from guided_spec.cli.words import log_as_spoken, option_names, running, said, told
+from guided_spec.cli.words import (
+    grammar_option,
+    log_as_spoken,
+    option_names,
+    running,
+    said,
+    told,
+)
 from guided_spec.errors import GuidedSpecError
 from guided_spec.kinds import nearest_names
 
@@ -91,7 +98,7 @@ def failures_as_messages(
     except UsageError as error:
         given = vars(error)
         if "possibilities" in given:  # typer finds options that are far off, too
-            known = option_names(given["ctx"].command).values()
+            known = {*option_names(given["ctx"].command).values()}
             given["possibilities"] = nearest_names(given["option_name"], known)
         if not as_json:
             raise  # typer prints it with the usage
@@ -99,6 +106,7 @@ def failures_as_messages(
         _print_error(misuse, misuse.format_message(), as_json=True)
         raise typer.Exit(misuse.exit_code) from error
     finally:
+        grammar_option.set("")
         running.reset(before)
 
 

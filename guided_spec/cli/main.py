@@ -81,4 +81,4 @@ def program(
 
 
 if __name__ == "__main__":
-    app()
+    guided_spec.cli.run()

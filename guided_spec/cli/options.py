@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from guided_spec.cli import collect_again
 from guided_spec.cli.console import print_json, stderr
+from guided_spec.cli.words import grammar_option
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
 from guided_spec.grammar.spec import GrammarSpec
@@ -64,7 +66,9 @@ class ModelOptions:
         """
         from guided_spec.engine.llm import LLM
 
-        return LLM(**self.arguments(**others))
+        llm = LLM(**self.arguments(**others))
+        collect_again()
+        return llm
 
     def arguments(self, **others: Any) -> dict[str, Any]:
         """Arguments of ``LLM``: those that are not None. others: further ones.
@@ -120,6 +124,10 @@ class TextOptions:
             fix = f"is standard input, which {asking[0]} reads already; name a file"
             raise ConfigError(asking[1], STDIN, fix)
         spec = self._grammar()
+        if spec is not None:
+            from guided_spec.grammar.document import SpecDocument
+
+            SpecDocument(spec).require_readable()  # before a model is loaded
         if self.after is not None:
             if spec is None:
                 raise ConfigError("--after", self.after, "needs a grammar; give one")
@@ -155,6 +163,8 @@ class TextOptions:
             value, fix = getattr(self, second), f"cannot go with --{first}: choose one grammar"
             shown = value if isinstance(value, list) else str(value)
             raise ConfigError(f"--{second}", shown, fix)
+        if given:
+            grammar_option.set(f"--{given[0]}={str(getattr(self, given[0]))!r}")
         if self.schema is not None:
             return GrammarSpec.json_schema(read_text("--schema", self.schema))
         if self.regex is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from guided_spec.bundled import named_model
+from guided_spec.cli import collect_again
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
@@ -44,6 +45,7 @@ def report_schema(
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
     vocabulary = _vocabulary(named_model(tokenizer))
+    collect_again()
     backend = BackendChoice(grammar_backend, vocabulary)
     started = time.perf_counter()
     document = SpecDocument(spec)  # read once, by whatever compiles it and for the findings

@@ -9,14 +9,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from guided_spec.errors import BudgetTooSmallError, ConfigError, TextCutShortError
+from guided_spec.errors import BudgetTooSmallError, ConfigError, GrammarError, TextCutShortError
 
 # The options of the command that runs, by the arguments that messages name.
 running: ContextVar[Mapping[str, str]] = ContextVar("running", default={})  # noqa: B039
+# The option that its grammar came in, with the value, as in ``--schema='a.json'``.
+grammar_option: ContextVar[str] = ContextVar("grammar_option", default="")
 # A fix in Python's words that a command may not have: it stands last.
 _LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
 # A switch takes no value, and what is repeated or a file is written otherwise here.
 _VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
+# Where the library finds what ``--image`` names.
+_PICTURE = re.compile(r"messages\[0\]\.content\[\d+\](\.\w+)*")
 # What the library calls the values of some options.
 _ALIASES = {
     "algorithm": "--algorithm",
@@ -66,10 +70,17 @@ def told(error: Exception) -> str:
     options = running.get()
     if isinstance(error, ConfigError):
         value = str(error).removeprefix(error.argument).removesuffix(error.fix)
-        return options.get(error.argument, error.argument) + value + said(error.fix)
+        name = options.get(error.argument, error.argument)
+        if "image" in options and _PICTURE.fullmatch(name):
+            name, value = options["image"], value if name.endswith(".image") else ": "
+        return name + value + said(error.fix)
     if isinstance(error, BudgetTooSmallError | TextCutShortError):  # other fixes are Python's
         return f"{options.get('max_tokens', 'max_tokens')}={error.max_tokens}: {error.reason}"
-    return said(str(error))
+    message = said(str(error))
+    if isinstance(error, GrammarError) and (given := grammar_option.get()):
+        kind, _, value = given.partition("=")
+        return f"{given}: {message.removeprefix(f'{kind[2:]} {value}: ')}"  # regex '(': ...
+    return message
 
 
 @contextmanager

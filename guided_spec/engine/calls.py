@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, get_origin
 from guided_spec.engine.outputs import match_params
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.kinds import nearest_names, require_known
+from guided_spec.kinds import nearest_names, require_kind, require_known
 from guided_spec.types import SamplingParams, require_no_sampling
 
 _Given = ParamSpec("_Given")
@@ -72,6 +72,9 @@ def named_options(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
     return acall if is_async else call  # type: ignore[return-value]
 
 
+_KINDS = {"bool": bool}  # what nothing else reads, by its annotation
+
+
 class _Signature:
     """What a method takes."""
 
@@ -82,6 +85,8 @@ class _Signature:
         self._names = {one.name for one in named}
         self._positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
         self._required = [one.name for one in named if one.default is one.empty]
+        kinds = ((one.name, _KINDS.get(str(one.annotation))) for one in named)
+        self._kinds = {name: kind for name, kind in kinds if kind is not None}
         self._name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         self._is_chat = "messages" in self._names
 
@@ -96,6 +101,8 @@ class _Signature:
         for name in self._required:
             if name not in found:
                 raise ConfigError(name, None, f"is missing: {self._name} needs it")
+        for name in found.keys() & self._kinds.keys():
+            require_kind(name, found[name], self._kinds[name])
         return found
 
     def _require_known(self, options: Mapping[str, Any]) -> None:

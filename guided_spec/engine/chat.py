@@ -49,7 +49,7 @@ from guided_spec.grammar.tools.reasoning import (
 )
 from guided_spec.grammar.value import parse_value
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.kinds import require_kinds
+from guided_spec.kinds import require_kinds, require_known
 from guided_spec.models.pictures.picture import PicturePrompt
 from guided_spec.types import SamplingParams, TokenLogprobs, require_no_sampling
 
@@ -293,6 +293,7 @@ class Chat:
         for name, value in options.items():
             if name not in kinds:
                 require_no_sampling(name, value)
+                require_known(name, value, {*kinds, "messages", "tools"})
         require_kinds(options, kinds)
         asked = _asked(options)
         variables = dict(options.get("chat_template_kwargs") or {})

@@ -55,7 +55,7 @@ from guided_spec.grammar.text.choice_tree import ChoicePaths
 from guided_spec.home import Home, Homebound
 from guided_spec.models.pictures.picture import Sight
 from guided_spec.ops.sampling.adjust import Words, check_token_ids
-from guided_spec.proposers import takes_draft
+from guided_spec.proposers import require_proposer, takes_draft
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import SamplingParams, sample_seed
 
@@ -427,6 +427,7 @@ class LLM(Homebound):
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         settings["max_model_len"] = self.max_model_len  # although less memory is free by now
+        require_proposer(proposer)
         if draft is None and takes_draft(proposer):
             draft = self._draft
         settings |= changes

@@ -240,6 +240,7 @@ DEFAULT_PROPOSER = "chain:grammar_forced+auto"
 # as much as it brings, or more.
 CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
+OF_LLM = ("model", "proposer", "draft", "engine", "engine_options")  # arguments of their own
 BUNDLED_HEADS = ("eagle3", "mtp", "dspark")
 
 
@@ -278,7 +279,7 @@ class Options:
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
         engine_names = {f.name for f in fields(EngineConfig)}
-        known = {"tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
+        known = {*OF_LLM, "tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
                 require_no_sampling(name, value)
@@ -313,7 +314,7 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        if proposer:  # before a large model is loaded for it
+        if proposer is not None:  # before a large model is loaded for it
             require_proposer(proposer)
         if draft is not None:
             _require_source("draft", draft)
@@ -445,6 +446,8 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
         ("draft", None if draft == BUNDLED else draft, "config.json"),
         ("tokenizer", options.tokenizer, TOKENIZER_CONFIG),
     ):
+        if isinstance(source, bool | int | float | list | tuple | dict):
+            raise ConfigError(argument, source, "must be a hub id, a folder, or what is loaded")
         if isinstance(source, str | Path) and (looks_local(source) or Path(source).exists()):
             find_gguf(source, needed, argument=argument)
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")

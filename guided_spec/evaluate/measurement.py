@@ -35,6 +35,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.text.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.tools.reasoning import DEFAULT_MARKERS
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.kinds import require_one_of
 from guided_spec.training.data.records import (
     GRAMMAR_KEYS,
     NOTE_KEYS,
@@ -71,8 +72,7 @@ def load_tasks(names: Sequence[str], limit: int | None = None) -> list[WorkItem]
     """
     items = []
     for name in dict.fromkeys(names):
-        if name not in TASKS:
-            raise ConfigError("tasks", name, f"must be one of {', '.join(TASKS)}")
+        require_one_of("tasks", name, TASKS)
         path = Path(bundled_asset("tasks")) / f"{name}.jsonl"
         items += [item._replace(task=name) for item in load_workload(path, limit)]
     return items

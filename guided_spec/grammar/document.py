@@ -21,6 +21,7 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.demand import Demand
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.recipe import Recipe
+from guided_spec.grammar.regex import parse_regex
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import (
     Lowered,
@@ -31,7 +32,7 @@ from guided_spec.grammar.schema.lowered import (
     narrowing,
     unescape,
 )
-from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
+from guided_spec.grammar.schema.prepare import examine_schema, lower_checked, require_schema
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.steps import spend, spend_on_text
@@ -308,6 +309,16 @@ class SpecDocument:
     def is_large(self) -> bool:
         """Whether compiling it may take seconds or more; microseconds for an ordinary one."""
         return self.is_dear or len(self.spec.source) > LARGE_SOURCE or self.size.large
+
+    def require_readable(self) -> None:
+        """Raise GrammarCompileError for what is broken whatever the vocabulary is.
+
+        That is JSON, a JSON schema or a regex that cannot be read.
+        """
+        if self.spec.kind == "regex":
+            parse_regex(self.spec.source)
+        elif self.spec.kind == "json_schema":
+            require_schema(self.value)
 
     def without_start(self) -> SpecDocument:
         """The one that binds at once; what is read of this one is read of that."""

@@ -118,6 +118,15 @@ def to_search_bounded(pattern: str, *, most: bool = False) -> str:
     return _write(pattern, "most" if most else "text", _ANYWHERE, tuple(BOUNDARIES))
 
 
+def parse_regex(pattern: str) -> Any:
+    """What Python's parser reads. Raises GrammarCompileError where it reads none."""
+    try:
+        return RE_PARSER.parse(pattern)
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        # A warning, where the user's filters make errors of them: of "[[" and the like.
+        raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
+
+
 def _write(
     pattern: str,
     context: Context,
@@ -125,11 +134,7 @@ def _write(
     kept: tuple[str, ...] = (),
 ) -> str:
     spend(16 + 2 * len(pattern))
-    try:
-        parsed = RE_PARSER.parse(pattern)
-    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
-        # A warning, where the user's filters make errors of them: of "[[" and the like.
-        raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
+    parsed = parse_regex(pattern)
     try:
         writer, edge = _Writer(pattern, context, kept), edge or _Edge()
         return _with_one_end(writer.sequence(parsed, parsed.state.flags, edge))

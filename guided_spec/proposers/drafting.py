@@ -14,7 +14,7 @@ from guided_spec.core import (
     Proposer,
     ProposerContext,
 )
-from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.ops.sampling.rejection import dense_probs
@@ -109,10 +109,8 @@ def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
     """
     if argument == "":
         return default
-    for policy in DRAFT_POLICIES:
-        if argument == policy:
-            return policy  # type: ignore[return-value]
-    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
+    require_one_of("draft policy", argument, DRAFT_POLICIES)
+    return argument  # type: ignore[return-value]
 
 
 def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:

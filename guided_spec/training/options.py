@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from guided_spec.config import option
 from guided_spec.errors import ConfigError
-from guided_spec.kinds import require_field_kinds
+from guided_spec.kinds import require_field_kinds, require_one_of
 from guided_spec.types import require_int
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -155,7 +155,7 @@ class TrainOptions:
             fix = "is how files are written: name their folder by features"
             _require(self.features is not None, "feature_dtype", self.feature_dtype, fix)
         for name in self.tracker:
-            _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
+            require_one_of("tracker", name, TRACKERS)
         _require(bool(self.project), "project", self.project, "must not be empty")
         _require(bool(self.data), "data", self.data, "name at least one file")
 

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.training.algorithms.options import CONFIGS
 
 ENTRY_POINT_GROUP = "guided_spec.algorithms"
@@ -63,7 +64,7 @@ def find_algorithm(name: str) -> Any:
     if found is None:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             return point.load()
-        raise ConfigError("algorithm", name, f"must be one of {', '.join(algorithm_names())}")
+        require_one_of("algorithm", name, algorithm_names())
     return found
 
 

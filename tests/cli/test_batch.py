@@ -143,6 +143,7 @@ def test_rows_that_fail(model: str, tmp_path: Path) -> None:
         *(None, "PromptError", "PromptError", "PromptError", "PromptTooLongError"),
     ]
     assert "did you mean nam? " in found["2"]["message"]
+    assert found["5"]["message"].endswith("shorten it, or raise --max-model-len")
     again = batch(model, source, output, PROMPT, *DIGITS)
     assert "0 of 5 lines answered, 1 before, 4 failed" in again.stderr
     assert len(lines(output)) == 5
@@ -263,6 +264,9 @@ def test_texts_that_were_cut_short(model: str, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     assert batch(model, source, other, PROMPT, *long, "error").exit_code == 1
     assert {line["error"]["type"] for line in lines(other)} == {"TextCutShortError"}
+    for line in lines(other):
+        assert line["error"]["message"].startswith("--max-tokens=8: the text was ended early")
+        assert "on_short" not in line["error"]["message"]
     single = run("generate", "A", *long, "error", "--model", model)
     assert single.exit_code == 1
     shown = " ".join(single.stderr.split())

@@ -69,6 +69,45 @@ def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...
     assert json.loads(found.stdout) == {name: [] for name in names}
 
 
+# Prints which of these happen: the end of the command, its exit functions, modules taken apart.
+ENDING = """
+import atexit, gc, sys, threading
+import guided_spec.cli, guided_spec.cli.main
+class Module:
+    def __del__(self):
+        sys.__stdout__.write("apart ")
+apart = Module()
+def work():
+    threading.main_thread().join()
+    print("thread", end=" ")
+def command():
+    print("loading", gc.isenabled(), end=" ")
+    guided_spec.cli.collect_again()
+    print("working", gc.isenabled(), end=" ")
+    sys.exit(3)
+guided_spec.cli.main.app = command
+atexit.register(print, "exit", end=" ")
+if sys.argv.pop():
+    threading.Thread(target=work).start()
+guided_spec.cli.run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "thread", "happened"),
+    [
+        ("generate", "", "loading False working True exit"),
+        ("check", "", "loading False working True exit"),
+        ("generate", "a thread that works", "loading False working True thread exit apart"),
+        ("serve", "", "loading True working True exit apart"),
+    ],
+)
+def test_a_short_command_ends_at_once(command: str, thread: str, happened: str) -> None:
+    asked = [sys.executable, "-c", ENDING, command, thread]
+    ended = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (ended.stdout.strip(), ended.returncode) == (happened, 3), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,21 @@ import typer.main
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
-from guided_spec.cli.words import log_as_spoken, option_names, running, spoken, told
-from guided_spec.errors import BudgetTooSmallError, ConfigError, TextCutShortError
+from guided_spec.cli.options import ModelOptions
+from guided_spec.cli.words import (
+    grammar_option,
+    log_as_spoken,
+    option_names,
+    running,
+    spoken,
+    told,
+)
+from guided_spec.errors import (
+    BudgetTooSmallError,
+    ConfigError,
+    GrammarCompileError,
+    TextCutShortError,
+)
 from guided_spec.server.listening import bind, close, listen
 
 GROUP: Any = typer.main.get_command(app)
@@ -60,11 +74,36 @@ def test_arguments_become_options(message: str, expected: str) -> None:
         (["serve", "--allowed-host", ""], "--allowed-host=''"),
         (["serve", "--max-queue", "-1"], "--max-queue=-1"),
         (["train", "--algorithm", "eagl"], "--algorithm='eagl': must be one of"),
+        (["train", "--algorithm", "eagl"], "did you mean eagle?"),
+        (["generate", "A", "--regex", "("], "--regex='(': missing )"),
+        (["check", "-", "--grammar-backend", "xgramar"], "did you mean xgrammar?"),
     ],
 )
 def test_mistakes_before_a_model_is_loaded(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("command", ["generate", "trace"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"type": "strnig"}', "not a JSON schema: at '/type': 'strnig' is no type"),
+        ('{"type": 5}', "not a JSON schema: at '/type': 5 is no type"),
+        ("{", "the json_schema is not JSON"),
+    ],
+)
+def test_a_broken_schema_is_named_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, text: str, reason: str
+) -> None:
+    monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: pytest.fail("loaded"))
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    result = CliRunner().invoke(app, [command, "A", "--schema", str(path), "--json"])
+    error = json.loads(result.stdout)["error"]
+    assert error["type"] == "GrammarCompileError"
+    assert error["message"].startswith(f"--schema='{path}': {reason}")
 
 
 @pytest.fixture
@@ -79,6 +118,23 @@ def test_a_value_is_shown_as_it_is() -> None:
     error = ConfigError("regex", "max_tokens=(draft= )", "is broken, or raise max_tokens")
     assert told(error) == "--regex='max_tokens=(draft= )': is broken, or raise --max-tokens"
     assert told(ConfigError("other", 5, "pass max_tokens=3")) == "other=5: pass --max-tokens=3"
+
+
+@pytest.mark.usefixtures("generating")
+def test_a_picture_is_known_by_its_option() -> None:
+    missing = ConfigError("messages[0].content[1].image", "a.png", "cannot be read")
+    assert told(missing) == "--image='a.png': cannot be read"
+    unread = ConfigError("messages[0].content[0].type", "image", "this model reads text")
+    assert told(unread) == "--image: this model reads text"
+
+
+@pytest.mark.usefixtures("generating")
+def test_a_grammar_is_known_by_its_option() -> None:
+    token = grammar_option.set("--regex='('")
+    assert told(GrammarCompileError("regex '(': missing )")) == "--regex='(': missing )"
+    assert told(GrammarCompileError("too large")) == "--regex='(': too large"
+    grammar_option.reset(token)
+    assert told(GrammarCompileError("too large")) == "too large"
 
 
 @pytest.mark.usefixtures("generating")
@@ -98,6 +154,9 @@ def test_errors_of_a_text(error: Exception) -> None:
         ("--text", "No such option: --text"),
         ("--modle", "No such option: --modle (Possible options: --model)"),
         ("--max-new-tokens", "No such option: --max-new-tokens (Possible options: --max-tokens)"),
+        ("--json-schema", "No such option: --json-schema (Possible options: --schema)"),
+        ("--guided-regex", "No such option: --guided-regex (Possible options: --regex)"),
+        ("--model-path", "No such option: --model-path (Possible options: --model)"),
     ],
 )
 def test_options_that_are_near_enough(option: str, said: str) -> None:

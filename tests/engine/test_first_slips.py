@@ -17,7 +17,14 @@ import pytest
 from pydantic import BaseModel
 
 from guided_spec.engine.llm import LLM
-from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, UnknownOptionError
+from guided_spec.errors import (
+    BudgetTooSmallError,
+    ConfigError,
+    GuidedSpecError,
+    ModelError,
+    PromptError,
+    UnknownOptionError,
+)
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import PROPOSERS, register_proposer, require_draft, takes_draft
 from guided_spec.types import SamplingParams
@@ -204,6 +211,12 @@ def test_a_response_format_is_a_grammar() -> None:
         ({"torch_dtype": "auto"}, r"did you mean dtype\?"),
         ({"max_model_length": 4}, r"did you mean max_model_len\?"),
         ({"batch": 4}, r"did you mean max_batch_size\?"),
+        ({"propser": "ngram"}, r"did you mean proposer\?"),
+        ({"drft": "org/draft"}, r"did you mean draft\?"),
+        ({"assistant_model": "org/draft"}, r"did you mean draft\?"),
+        ({"engne": "vllm"}, r"did you mean engine\?"),
+        ({"model_path": "org/model"}, r"did you mean model\?"),
+        ({"n_ctx": 4}, r"did you mean max_model_len\?"),
         ({"max_new_tokens": 4}, r"=4: belongs to a request: pass params=SamplingParams\(max_to"),
         ({"temperature": 1}, r"=1: belongs to a request: pass params=SamplingParams\(temperature="),
         ({"nothing_like_it": 4}, r"=4: is no option; the names are attn_implementation, "),
@@ -219,6 +232,9 @@ def test_options_by_other_names(options: dict[str, Any], reason: str) -> None:
     [
         ({"max_tokens": 4}, r"pass params=SamplingParams\(max_tokens=\.\.\.\)"),
         ({"response_fromat": Contact}, r"did you mean response_format\?"),
+        ({"toolz": []}, r"did you mean tools\?"),
+        ({"functions": []}, r"did you mean tools\?"),
+        ({"function_call": "auto"}, r"did you mean tool_choice\?"),
     ],
 )
 def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
@@ -240,6 +256,8 @@ def test_options_of_a_chat(llm: LLM, options: Any, reason: str) -> None:
         ),
         ({"grammer": Contact}, r"^grammer=.*: is no option; did you mean grammar\?"),
         ({"schema": Contact}, r"^schema=.*: is no option; did you mean grammar\?"),
+        ({"regex": "[0-9]"}, r"^regex=.*: is no option; did you mean grammar\?"),
+        ({"choices": ["a"]}, r"^choices=.*: is no option; did you mean grammar\?"),
         ({"sampling_params": None}, r"^sampling_params=None: is no option; did you mean params\?"),
         ({"on_errors": "raise"}, r"^on_errors='raise': is no option; did you mean on_error\?"),
     ],
@@ -258,6 +276,38 @@ def test_options_of_other_calls(llm: LLM, options: Any, reason: str) -> None:
     for found in (ask, astream):
         with pytest.raises(UnknownOptionError, match=reason):
             asyncio.run(found())
+
+
+@pytest.mark.parametrize("name", ["progress", "trace"])
+def test_a_switch_takes_true_or_false(llm: LLM, name: str) -> None:
+    options: Any = {name: "no"}
+    with pytest.raises(ConfigError, match=f"^{name}='no': must be True or False"):
+        llm.generate("on", **options)
+
+
+@pytest.mark.parametrize("proposer", [None, 5, "", "ngrm"])
+def test_another_proposer_has_a_name(llm: LLM, proposer: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^proposer={proposer!r}: must be"):
+        llm.with_proposer(proposer)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools"])
+def test_variables_of_a_template_are_no_arguments_of_the_chat(llm: LLM, name: str) -> None:
+    given = {"chat_template": "{{ messages }}{{ tools }}", name: []}
+    with pytest.raises(PromptError, match=rf"^chat_template_kwargs\.{name}=\[\]: "):
+        llm.chat([{"role": "user", "content": "on"}], chat_template_kwargs=given)
+
+
+def test_a_context_that_is_too_small_is_named() -> None:
+    params = SamplingParams(max_tokens=40, grammar=GrammarSpec.regex("[0-9]{60}"))
+    with make_llm("llama", max_model_len=16) as made:
+        (output,) = made.generate("on", params, on_error="return")
+    assert isinstance(output.error, BudgetTooSmallError)
+    assert output.error.max_tokens == 40
+    context = f"but the context has room for {output.error.room} tokens: send a shorter prompt"
+    assert context in output.error.reason
+    assert output.error.room < 16
+    assert "allow at least" in output.error.reason
 
 
 def test_options_of_a_choice(llm: LLM) -> None:
@@ -338,6 +388,17 @@ def test_what_is_missing_is_known_before_loading(
     model, proposer, draft = arguments
     with pytest.raises((ConfigError, ModelError), match=reason):
         LLM(model, proposer, draft=draft)
+
+
+@pytest.mark.parametrize("tokenizer", [5, ["org/model"]])
+def test_a_tokenizer_of_a_wrong_kind(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tokenizer=.*: must be a hub id, a folder, or what"):
+        LLM("org/model", tokenizer=tokenizer)
+
+
+def test_no_proposer_is_not_the_default_one() -> None:
+    with pytest.raises(ConfigError, match="^proposer='': must be one of"):
+        LLM("org/model", "")
 
 
 def test_a_missing_tokenizer_is_known_before_loading(tmp_path: Path) -> None:

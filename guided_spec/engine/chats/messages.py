@@ -15,7 +15,7 @@ from guided_spec.engine.chats.pictures import (
     require_few,
 )
 from guided_spec.engine.chats.template import EACH, THINKING, TemplateReads, template_reads
-from guided_spec.errors import ConfigError, UnknownOptionError
+from guided_spec.errors import ConfigError, PromptError, UnknownOptionError
 from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -220,6 +220,9 @@ def require_variables(given: Mapping[str, Any], template: str, others: Collectio
     for name, value in given.items():
         if name in THINKING and value is False:
             continue
+        if name in ("conversation", "messages", "self", "tools"):
+            fix = "the chat template gets it from the chat: pass it its messages and tools"
+            raise PromptError(f"chat_template_kwargs.{name}={value!r:.80}: {fix}")
         if name not in known and name not in others and value is not None:
             own = sorted(known - {"messages", "tools", "bos_token", "eos_token", *others})
             meant = did_you_mean(name, own) or f"; it reads {', '.join(own) or 'none'}"

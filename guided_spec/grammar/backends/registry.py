@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias, cast
 
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import did_you_mean
 
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"] | str  # or a registered one
 # Takes a ``Vocabulary`` and returns a ``GrammarBackend``. Both stand above: a spec, which a backend
@@ -58,8 +59,9 @@ def grammar_backend_names() -> list[str]:
 def require_grammar_backend(argument: str, name: object) -> None:
     """Raise ConfigError, about this argument, where no backend has this name."""
     if not isinstance(name, str) or (name not in GRAMMAR_BACKENDS and _path_of_entry(name) is None):
-        known = ", ".join(grammar_backend_names())
-        raise ConfigError(argument, name, f"must be one of {known}; {_HOW}")
+        known = grammar_backend_names()
+        fix = f"must be one of {', '.join(known)}; {_HOW}{did_you_mean(name, known)}"
+        raise ConfigError(argument, name, fix)
 
 
 def find_grammar_backend(argument: str, name: str) -> BackendFactory:

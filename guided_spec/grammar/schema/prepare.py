@@ -112,14 +112,16 @@ def _is_scalar(value: Any) -> bool:
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
-def _type_fault(given: Any) -> str | None:
-    """What is wrong with a type that is none; None where something else is."""
-    listed = given if isinstance(given, list) else [given]
-    wrong = [one for one in listed if isinstance(one, str) and one not in _TYPES]
-    if not wrong:
-        return None
-    meant = did_you_mean(wrong[0].lower(), _TYPES, lead=", ") or ":"
-    return f"{wrong[0]!r} is no type{meant} the types are {', '.join(_TYPES)}"
+def _reason(error: jsonschema.SchemaError) -> str:
+    """Why a keyword's value is none of its values."""
+    given: Any = error.instance
+    is_type = error.validator == "anyOf" and list(error.absolute_path)[-1:] == ["type"]
+    if is_type:
+        listed = given if isinstance(given, list) and given else [given]
+        wrong = next((one for one in listed if one not in _TYPES), given)
+        near = did_you_mean(wrong.lower(), _TYPES, lead=", ") if isinstance(wrong, str) else ""
+        return f"{wrong!r} is no type{near or ':'} the types are {', '.join(_TYPES)}"
+    return error.message.replace("is not a 'regex'", "is no regular expression that can be read")
 
 
 def _compiles(pattern: str) -> bool:
@@ -153,10 +155,8 @@ def lower_checked(
     Logs keywords that look misspelt. Raises GrammarCompileError where it is broken, or where there
     are such keywords and ``strict`` is set.
     """
-    if not isinstance(schema, dict | bool):
-        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
+    require_schema(schema)
     with _broken_schemas():
-        check_schema(schema)
         for entry in misspelt(schema):
             where = entry.pointer or "/"
             if strict:
@@ -164,6 +164,14 @@ def lower_checked(
                 raise GrammarCompileError(f"not a JSON schema: at {where!r}: {slip}")
             _LOG.warning("JSON schema: %s: %r: %s", where, entry.keyword, entry.reason)
         return lower(schema, filtered=filtered, additional=additional)
+
+
+def require_schema(schema: Any) -> None:
+    """Raise GrammarCompileError, with the place, for a value that is no JSON schema."""
+    if not isinstance(schema, dict | bool):
+        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
+    with _broken_schemas():
+        check_schema(schema)
 
 
 def examine_schema(lowered: Lowered) -> Lowered:
@@ -199,9 +207,7 @@ def _broken_schemas() -> Iterator[None]:
         yield
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])
-        reason = _type_fault(error.instance) if pointer.endswith("/type") else None
-        reason = reason or error.message
-        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {reason}") from error
+        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {_reason(error)}") from error
     except RecursionError as error:
         raise GrammarCompileError(_TOO_DEEP) from error
     except (re.error, OverflowError) as error:

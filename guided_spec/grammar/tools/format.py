@@ -252,11 +252,27 @@ def _read_one(place: str, given: Any, tool: Mapping[str, Any]) -> Tool:
     if not isinstance(parameters, Mapping):
         fix = f"of the tool {name!r}: must be a JSON schema, a dict"
         raise ConfigError(f"{place}.parameters", parameters, fix)
+    parameters = _of_objects(f"{place}.parameters", name, parameters)
     strict = function.get("strict")
     require_kind(f"{place}.strict", strict, bool | None)
     require_kind(f"{place}.description", function.get("description"), str | None)
     require_spelled(f"{place}.parameters", parameters, strict=strict is True)
-    return Tool(name, parameters or {"type": "object"})
+    return Tool(name, parameters)
+
+
+_OF_OBJECTS = ("additionalProperties", "description", "properties", "required", "title")
+_OTHERS = ("array", "boolean", "integer", "null", "number", "string")
+
+
+def _of_objects(place: str, name: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments have names: a schema that takes other values too, takes objects here."""
+    kind = parameters.get("type")
+    listed = kind if isinstance(kind, list) else [kind]
+    if "object" not in listed and any(one in _OTHERS for one in listed):
+        fix = f"of the tool {name!r}: arguments are an object, and it is none"
+        raise ConfigError(f"{place}.type", kind, fix)
+    is_meant = "object" in listed or parameters.keys() <= {*_OF_OBJECTS}
+    return {**parameters, "type": "object"} if is_meant else parameters
 
 
 def _name(place: str, function: Mapping[str, Any]) -> str:

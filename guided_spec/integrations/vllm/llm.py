@@ -269,7 +269,7 @@ def _require_budget(job: Job, handed: HandedGrammar) -> None:
     """Raise BudgetTooSmallError, as our own engine does, for texts that are all too long."""
     budget = min(job.params.max_tokens, job.max_length - len(job.prompt_ids))
     if handed.least > budget and job.params.complete is not False:
-        raise BudgetTooSmallError(budget, handed.least)
+        raise BudgetTooSmallError(job.params.max_tokens, handed.least, budget)
 
 
 def _params(setup: VllmSetup, job: Job, text: GrammarText | None) -> Any:

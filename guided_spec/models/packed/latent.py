@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention
-from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.linear_layer import product
@@ -22,6 +18,7 @@ from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.layer import Norm
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
+from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.latent_attention import (
     LatentKeys,
     LatentQueries,
@@ -32,7 +29,8 @@ from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIn
 from guided_spec.ops.linear.fp8_linear import multiply_out
 from guided_spec.ops.pointwise import rms_norm
 
-KNOWN = (DeepseekV2Attention, DeepseekV3Attention, Glm4MoeLiteAttention, YoutuAttention)
+COMPLEX = "deepseek_v2"
+KINDS = (COMPLEX, "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 class PackedLatentLayer:
@@ -47,7 +45,7 @@ class PackedLatentLayer:
         self._query_norm = None if self._second is None else Norm.of(attention.q_a_layernorm)
         self._sizes = [attention.qk_nope_head_dim, attention.qk_rope_head_dim]
         # DeepSeek-V2 rotates complex numbers, which stay next to their imaginary parts.
-        is_complex = type(attention) is DeepseekV2Attention
+        is_complex = kind_of(attention) == COMPLEX
         norm = Norm.of(attention.kv_a_layernorm)
         self._keys = LatentKeys(
             norm.weight,
@@ -67,7 +65,7 @@ class PackedLatentLayer:
     @staticmethod
     def fits(attention: Any) -> bool:
         """Whether the attention is of a known kind, with plain weights."""
-        if type(attention) not in KNOWN or attention.qk_rope_head_dim % 2:
+        if kind_of(attention) not in KINDS or attention.qk_rope_head_dim % 2:
             return False
         linears = [*_query_projections(attention), attention.kv_a_proj_with_mqa]
         linears += [attention.kv_b_proj, attention.o_proj]

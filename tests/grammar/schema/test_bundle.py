@@ -119,6 +119,21 @@ def test_a_broken_resource_fails_when_it_is_compiled() -> None:
         AutoBackend(BYTES).compile(spec)
 
 
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": 5}, "at '/type': 5 is no type: the types are array"),
+        ({"type": ["string", None]}, "at '/type': None is no type: the types are array"),
+        ({"type": []}, r"at '/type': \[\] is no type"),
+        ({"properties": {"type": "string"}}, "at '/properties/type': 'string' is not of type 'obj"),
+        ({"pattern": "("}, "at '/pattern': '[(]' is no regular expression"),
+    ],
+)
+def test_why_a_keyword_is_broken(schema: Any, told: str) -> None:
+    with pytest.raises(GrammarCompileError, match=told):
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema(schema))
+
+
 def test_strict_specs_refuse_misspelt_keywords() -> None:
     schema = {"type": "object", "properites": {}}
     AutoBackend(BYTES).compile(GrammarSpec.json_schema(schema))

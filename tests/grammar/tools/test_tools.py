@@ -201,6 +201,22 @@ def test_a_tool_without_parameters_takes_none() -> None:
     assert accepts(BACKENDS["bytes"].compile(GrammarSpec.tools([])), "text")
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    ],
+)
+def test_arguments_are_an_object(parameters: Any) -> None:
+    compiled = BACKENDS["bytes"].compile(
+        GrammarSpec.tools(function(name="f", parameters=parameters), "required")
+    )
+    for arguments, is_right in [('{"a": 1}', True), ("[1]", False), ("null", False)]:
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(compiled, text) is is_right, arguments
+
+
 def function(**fields: Any) -> list[Any]:
     return [{"type": "function", "function": fields}]
 
@@ -213,6 +229,10 @@ def function(**fields: Any) -> list[Any]:
         (lambda: GrammarSpec.tools([3]), r"tools\[0\]="),
         (lambda: GrammarSpec.tools([*TOOLS, *function(name="a b")]), r"tools\[2\].function.name"),
         (lambda: GrammarSpec.tools(function(name="f", parameters=3)), "tool 'f'"),
+        (
+            lambda: GrammarSpec.tools(function(name="f", parameters={"type": "array"})),
+            r"^tools\[0\]\.function\.parameters\.type='array': of the tool 'f'",
+        ),
         (lambda: GrammarSpec.tools([*TOOLS, TOOLS[0]]), "'weather': is taken"),
         (lambda: GrammarSpec.tools([], "required"), "pass tools"),
         (lambda: GrammarSpec.tools(TOOLS, "any"), "tool_choice="),
