@@ -213,8 +213,10 @@ class Constraint:
 
         So a token is read once. The fork lags behind until it is asked for again.
         """
-        if self._used is not self._plain and self.fork().kept is not None:
-            return self._fork
+        if self._used is not self._plain:
+            fork = self.fork()
+            if fork.kept is not None or self._failure is not None:
+                return fork
         began = self._plain.now()
         self._advance_original()
         plain = self._used = self._plain

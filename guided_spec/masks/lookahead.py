@@ -53,7 +53,7 @@ class Lookahead:
         self._rows = rows
         self._filler = RowFiller(rows)
         self._constraints = constraints
-        self._is_asleep = True  # no forks were taken
+        self._fork_of: Callable[[Constraint], Fork] | None = None  # as they were taken
         self._filling: Future[None] | None = None  # on another thread
         self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pause: Pause | None = None
@@ -240,7 +240,7 @@ class Lookahead:
             for draft in drafts
             if draft.stops is None and draft.is_drafting and constraints[draft.request] is not None
         ]
-        if drafting and self._is_asleep:
+        if drafting and self._fork_of is not Constraint.fork:
             self._wake()  # some may turn out to be over
             drafting = [draft for draft in drafting if draft.is_drafting]
         if drafting:
@@ -397,7 +397,7 @@ class Lookahead:
 
     def start(self) -> None:
         """Begin to fill the rows that are still missing, overlapped with what runs next."""
-        if self._is_asleep:  # nothing is drafted: one row each
+        if self._fork_of is None:  # nothing is drafted: one row each
             missing = len(self._drafts)
         else:
             missing = sum(draft.num_missing for draft in self._drafts)
@@ -436,19 +436,20 @@ class Lookahead:
             draft.is_paused = self._pause(draft.request)
 
     def _wake(self) -> None:
-        """Something may be drafted."""
-        self._take(Constraint.fork)
+        """Something may be drafted, perhaps after all."""
+        if self._fork_of is not Constraint.fork:
+            self._take(Constraint.fork)
 
     def _take(self, fork_of: Callable[[Constraint], Fork]) -> None:
-        """Take the constraints' forks, once in a step."""
-        if self._is_asleep:
-            self._is_asleep = False
-            for draft, constraint in zip(self._drafts, self._constraints, strict=True):
-                if constraint is not None and not draft.is_tabled:
-                    draft.take(fork_of(constraint))
+        """Take what the constraints draft with, or what fills the rows of a step without drafts."""
+        self._fork_of = fork_of
+        for draft, constraint in zip(self._drafts, self._constraints, strict=True):
+            if constraint is not None and not draft.is_tabled:
+                draft.take(fork_of(constraint))
 
     def _fill(self, drafts: Sequence[RequestDraft]) -> None:
-        self._take(Constraint.undrafted)  # if nobody was awake before, nothing is drafted
+        if self._fork_of is None:  # the draft is over, and nothing is in it
+            self._take(Constraint.undrafted)
         started = time.perf_counter()
         self._filler.fill(drafts)
         self.fill_seconds += time.perf_counter() - started

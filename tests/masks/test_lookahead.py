@@ -105,7 +105,7 @@ class LookaheadMachine(RuleBasedStateMachine):
                 continue
             original, fork = constraint._original.own_matcher, constraint._fork.text.own_matcher
             has_read = constraint._fork.start == len(constraint.committed)
-            is_there = has_read and not self.step._is_asleep
+            is_there = has_read and self.step._fork_of is Constraint.fork
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
@@ -326,6 +326,7 @@ def test_forks_are_asked_for_when_they_are_needed() -> None:
     assert masks is not None
     assert masks[0, :, 0].tolist() == [1 << 1]
     assert lookahead.extend([[1, 2]]) == [[1, 2]]
+    assert constraint._original.token_ids == [0], "it filled the row, and sees no draft"
 
 
 def test_a_fork_that_has_parted_from_its_text_concerns_no_other() -> None:
