@@ -12,9 +12,9 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_120,  # 170 more: all messages name options, the port first, images, quick ends
+    "cli": 2_170,  # 220 more: messages name options, images, quick ends, vLLM in bench
     "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
-    "evaluate": 1_270,  # 10 more: requests that fail
+    "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_840,  # 90 more: what a device drew freely, rows of two libraries, undrafted steps

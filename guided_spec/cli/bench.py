@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -14,17 +15,23 @@ from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, report_failures, stderr, working
 from guided_spec.cli.options import (
+    OWN,
+    VLLM,
     ModelOptions,
     ReportOptions,
     proposer_list,
+    read_engine_options,
     require_writable,
     with_options,
     write_text,
 )
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Origin, bench_figures
+from guided_spec.kinds import require_one_of
+from guided_spec.proposers import takes_draft
 
 if TYPE_CHECKING:  # these load torch
+    from guided_spec.engine.llm import LLM
     from guided_spec.evaluate.measurement import Measurement, WorkItem
 
 DEFAULT_PROPOSERS = (
@@ -112,30 +119,41 @@ def bench(
     batch_size: Annotated[str, typer.Option(help="Concurrent requests, such as 1,8.")] = "1",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum requests per task.")] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
+    engine: Annotated[str, typer.Option(help="guided_spec, or vllm with the plugin.")] = OWN,
+    engine_options: Annotated[str | None, typer.Option(help="JSON object of vLLM options.")] = None,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
     """Compare proposers on a workload.
 
     Plain constrained decoding and transformers' own generate are measured as well; the latter
-    at batch size 1 and temperature 0 only, where it does the same work, and not on tasks. Without
-    --workload and --tasks the held-out documents that come with the package are used. The exit code
-    is 1 if a request failed.
+    at batch size 1 and temperature 0 only, where it does the same work, and neither on tasks nor
+    beside vLLM. Without --workload and --tasks the held-out documents that come with the package
+    are used. The exit code is 1 if a request failed.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
     apart.check(workload, reports.plot)
-    from guided_spec.evaluate.measurement import Plan, run_plan
+    own = _engine_options(engine, engine_options, apart)
+    from guided_spec.evaluate.measurement import Plan, measure_engines, run_plan
 
-    names, heats = proposer_list(proposers or _default_proposers(load)), apart.heats()
+    defaults = _default_proposers(load) if engine == OWN else _proposers_of_vllm(load)
+    names, heats = proposer_list(proposers or defaults), apart.heats()
     items = apart.items(workload, limit)
     with_transformers = 0 in (heats or [params.temperature]) and apart.tasks is None
     plan = Plan(items, names, params, with_transformers, batches, heats, apart.by_kind)
-    with working("loading the model"):
-        llm = load.load(
-            proposer="none", verifier=verifier, max_batch_size=load.max_batch_size or max(batches)
-        )
-    with llm:
-        measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
+
+    def report_name(name: str) -> None:
+        stderr().print(f"running {name}")
+
+    if engine == VLLM:
+        made = _engines_of_vllm(load, {"verifier": verifier, "engine_options": own})
+        measurements = measure_engines(made, plan, report_name)
+    else:
+        most = load.max_batch_size or max(batches)
+        with working("loading the model"):
+            llm = load.load(proposer="none", verifier=verifier, max_batch_size=most)
+        with llm:
+            measurements = run_plan(llm, plan, report_name)
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
     apart.write(measurements, load.model)
@@ -149,6 +167,36 @@ def _batch_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ConfigError("--batch-size", text, "must be numbers of at least 1, comma-separated")
     return sizes
+
+
+def _engine_options(engine: str, text: str | None, apart: TaskOptions) -> dict[str, Any]:
+    """Those of vLLM. Raises ConfigError for what the engine cannot do."""
+    require_one_of("--engine", engine, (OWN, VLLM))
+    if engine == OWN and text is not None:
+        fix = "they are another engine's: leave them out, or pass --engine vllm"
+        raise ConfigError("--engine-options", text, fix)
+    if engine == VLLM and apart.by_kind:
+        fix = "does not say what became of each draft: leave out --by-kind"
+        raise ConfigError("--engine", engine, fix)
+    return read_engine_options(text)
+
+
+def _engines_of_vllm(
+    load: ModelOptions, options: dict[str, Any]
+) -> Callable[[str, str | None, int], LLM]:
+    """vLLM takes its proposer when it loads: each one loads the model."""
+
+    def engine(name: str, draft: str | None, size: int) -> LLM:
+        own = None if name == "none" or not takes_draft(name) else draft or load.draft
+        others = {"proposer": name, "draft": own, "max_batch_size": size, **options}
+        return load.load(engine=VLLM, **others)
+
+    return engine
+
+
+def _proposers_of_vllm(load: ModelOptions) -> str:
+    lookup = "chain:grammar_forced+ngram"
+    return lookup if load.draft is None else f"{lookup},auto"
 
 
 def _default_proposers(load: ModelOptions) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # this loads torch
     from guided_spec.engine.llm import LLM
 
 STDIN = "-"
+OWN, VLLM = "guided_spec", "vllm"  # engines
 Proposer = Annotated[str | None, typer.Option(help="Drafting method; chain:a+b combines several.")]
 
 
@@ -81,6 +82,17 @@ class ModelOptions:
         own = {"device_map": device_map, "trust_remote_code": self.trust_remote_code or None}
         given = asdict(self) | own | others
         return {name: value for name, value in given.items() if value is not None}
+
+
+def read_engine_options(text: str | None) -> dict[str, Any]:
+    """The value of ``--engine-options``. Raises ConfigError."""
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError("--engine-options", text, f"is not valid JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError("--engine-options", text, "must be a JSON object")
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from guided_spec.cli.console import Verbose, stderr, working
-from guided_spec.cli.options import ModelOptions, Proposer, with_options
+from guided_spec.cli.options import OWN, ModelOptions, Proposer, read_engine_options, with_options
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_one_of
 from guided_spec.server.limits import ServerLimits
@@ -20,7 +19,6 @@ if TYPE_CHECKING:  # this loads torch
 
 _PACKAGES = ("fastapi", "httptools", "prometheus_client", "starlette", "uvicorn")
 _KEY_VARIABLE = "GUIDED_SPEC_API_KEY"
-OWN = "guided_spec"
 
 Name = Annotated[
     list[str] | None,
@@ -112,19 +110,9 @@ def _serve_vllm(
             raise ConfigError(name, value, "vLLM's server has no such option: leave it out")
     given = load.arguments(**others)
     model, proposer, draft = (given.pop(name, None) for name in ("model", "proposer", "draft"))
-    wanted = Wanted(model, proposer, draft, given, _read_options(engine_options))
+    wanted = Wanted(model, proposer, draft, given, read_engine_options(engine_options))
     address: dict[str, Any] = {"host": site.host, "port": site.port}
     run(serve_command(wanted, **address, names=site.names, api_keys=site.keys))
-
-
-def _read_options(text: str | None) -> dict[str, Any]:
-    try:
-        options = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError("--engine-options", text, f"is not valid JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError("--engine-options", text, "must be a JSON object")
-    return options
 
 
 SERVERS: dict[str, Callable[[ModelOptions, dict[str, Any], Site, str | None], None]] = {

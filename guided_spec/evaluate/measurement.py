@@ -352,23 +352,44 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     clock starts. The texts of ``none`` are what the others' are compared with.
     """
     llm.close()  # its thread would share the cores with those that are measured
+
+    def engine(name: str, draft: str | None, size: int) -> LLM:
+        # What a proposer's drafts are worth must not decide whether they are made.
+        changes: dict[str, Any] = {"max_batch_size": size, "drafting": "always"}
+        return llm.with_proposer(name, draft, **changes)
+
+    return measure_engines(engine, plan, report, llm if plan.with_transformers else None)
+
+
+def measure_engines(
+    engine: Callable[[str, str | None, int], LLM],
+    plan: Plan,
+    report: Callable[[str], None],
+    stock: LLM | None = None,
+) -> list[Measurement]:
+    """``run_plan`` of engines that are made by ``engine(proposer, its own draft, requests)``.
+
+    stock: whose model transformers runs; None leaves it out.
+    """
     return [
         replace(measurement, batch_size=size)
         for size in plan.batch_sizes
-        for measurement in _run_batch(llm, plan, size, report)
+        for measurement in _run_batch(engine, plan, size, report, stock)
     ]
 
 
 def _run_batch(
-    llm: LLM, plan: Plan, size: int, report: Callable[[str], None]
+    engine_of: Callable[[str, str | None, int], LLM],
+    plan: Plan,
+    size: int,
+    report: Callable[[str], None],
+    stock: LLM | None,
 ) -> Iterator[Measurement]:
     texts: dict[tuple[str, float], list[str]] = {}
     for proposer in dict.fromkeys(("none", *plan.proposers)):
         name, _, draft = proposer.partition("=")
         report(name)
-        # What a proposer's drafts are worth must not decide whether they are made.
-        changes: dict[str, Any] = {"max_batch_size": size, "drafting": "always"}
-        with llm.with_proposer(name, draft or None, **changes) as engine:
+        with engine_of(name, draft or None, size) as engine:
             for number, each in enumerate(plan.rounds()):
                 # What steps capture, they do in the first round.
                 most = max(WARM_UP, 0 if number else size)
@@ -376,13 +397,13 @@ def _run_batch(
                 measured, written = _run_round(engine, each, plan, texts.get(each.key))
                 texts.setdefault(each.key, written)
                 yield replace(measured, name=name, draft=draft)
-        if proposer == "none" and plan.with_transformers and size == 1:
+        if proposer == "none" and stock is not None and size == 1:
             report("transformers")
             for each in plan.rounds():
                 if each.params.temperature == 0:
                     # In its own thread, as our engine is: its pool of CPU threads ends with it.
                     with ThreadPoolExecutor(1) as pool:
-                        yield pool.submit(_run_baseline, llm, each, texts[each.key]).result()
+                        yield pool.submit(_run_baseline, stock, each, texts[each.key]).result()
 
 
 class _Measured(NamedTuple):
