@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_170,  # 220 more: messages name options, images, quick ends, vLLM in bench
+    "cli": 2_185,  # 235 more: messages name options, images, quick ends, vLLM in bench
     "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -32,12 +32,13 @@ from guided_spec.proposers import takes_draft
 
 if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.llm import LLM
-    from guided_spec.evaluate.measurement import Measurement, WorkItem
+    from guided_spec.evaluate.measurement import Measurement, Plan, WorkItem
 
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
 
+LOOKUP = "chain:grammar_forced+ngram"
 WITHOUT_DRAFT = "ngram,grammar_forced,chain:grammar_forced+ngram"
 WITH_DRAFT = "auto,chain:grammar_forced+auto"
 
@@ -104,6 +105,58 @@ class TaskOptions:
         write_text("--markdown", self.markdown, text)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What runs the model."""
+
+    verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection"
+    engine: Annotated[str, typer.Option(help="guided_spec, or vllm with the plugin.")] = OWN
+    engine_options: Annotated[str | None, typer.Option(help="JSON object of vLLM options.")] = None
+
+    def check(self, apart: TaskOptions) -> None:
+        """Raise ConfigError for what the engine cannot do."""
+        require_one_of("--engine", self.engine, (OWN, VLLM))
+        if self.engine == OWN and self.engine_options is not None:
+            fix = "they are another engine's: leave them out, or pass --engine vllm"
+            raise ConfigError("--engine-options", self.engine_options, fix)
+        if self.engine == VLLM and apart.by_kind:
+            fix = "does not say what became of each draft: leave out --by-kind"
+            raise ConfigError("--engine", self.engine, fix)
+        read_engine_options(self.engine_options)
+
+    def proposers(self, load: ModelOptions) -> str:
+        """Those that are measured where none are named."""
+        if self.engine == OWN:
+            return _default_proposers(load)
+        return LOOKUP if load.draft is None else f"{LOOKUP},auto"
+
+    def measure(self, load: ModelOptions, plan: Plan) -> list[Measurement]:
+        """The plan, by engines of this kind."""
+        from guided_spec.evaluate.measurement import measure_engines, run_plan
+
+        def report(name: str) -> None:
+            stderr().print(f"running {name}")
+
+        if self.engine == VLLM:
+            return measure_engines(self._inside_vllm(load), plan, report)
+        most = load.max_batch_size or max(plan.batch_sizes)
+        with working("loading the model"):
+            llm = load.load(proposer="none", verifier=self.verifier, max_batch_size=most)
+        with llm:
+            return run_plan(llm, plan, report)
+
+    def _inside_vllm(self, load: ModelOptions) -> Callable[[str, str | None, int], LLM]:
+        """vLLM takes its proposer when it loads: each one loads the model."""
+        options = read_engine_options(self.engine_options)
+        common = {"engine": VLLM, "engine_options": options, "verifier": self.verifier}
+
+        def engine(name: str, draft: str | None, size: int) -> LLM:
+            own = None if name == "none" or not takes_draft(name) else draft or load.draft
+            return load.load(**common, proposer=name, draft=own, max_batch_size=size)
+
+        return engine
+
+
 @with_options
 def bench(
     workload: Annotated[
@@ -118,9 +171,7 @@ def bench(
     reports: ReportOptions,
     batch_size: Annotated[str, typer.Option(help="Concurrent requests, such as 1,8.")] = "1",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum requests per task.")] = None,
-    verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    engine: Annotated[str, typer.Option(help="guided_spec, or vllm with the plugin.")] = OWN,
-    engine_options: Annotated[str | None, typer.Option(help="JSON object of vLLM options.")] = None,
+    chosen: EngineOptions,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -133,27 +184,14 @@ def bench(
     """
     batches, params = _batch_sizes(batch_size), reports.params()
     apart.check(workload, reports.plot)
-    own = _engine_options(engine, engine_options, apart)
-    from guided_spec.evaluate.measurement import Plan, measure_engines, run_plan
+    chosen.check(apart)
+    from guided_spec.evaluate.measurement import Plan
 
-    defaults = _default_proposers(load) if engine == OWN else _proposers_of_vllm(load)
-    names, heats = proposer_list(proposers or defaults), apart.heats()
+    names, heats = proposer_list(proposers or chosen.proposers(load)), apart.heats()
     items = apart.items(workload, limit)
     with_transformers = 0 in (heats or [params.temperature]) and apart.tasks is None
     plan = Plan(items, names, params, with_transformers, batches, heats, apart.by_kind)
-
-    def report_name(name: str) -> None:
-        stderr().print(f"running {name}")
-
-    if engine == VLLM:
-        made = _engines_of_vllm(load, {"verifier": verifier, "engine_options": own})
-        measurements = measure_engines(made, plan, report_name)
-    else:
-        most = load.max_batch_size or max(batches)
-        with working("loading the model"):
-            llm = load.load(proposer="none", verifier=verifier, max_batch_size=most)
-        with llm:
-            measurements = run_plan(llm, plan, report_name)
+    measurements = chosen.measure(load, plan)
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
     apart.write(measurements, load.model)
@@ -167,36 +205,6 @@ def _batch_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ConfigError("--batch-size", text, "must be numbers of at least 1, comma-separated")
     return sizes
-
-
-def _engine_options(engine: str, text: str | None, apart: TaskOptions) -> dict[str, Any]:
-    """Those of vLLM. Raises ConfigError for what the engine cannot do."""
-    require_one_of("--engine", engine, (OWN, VLLM))
-    if engine == OWN and text is not None:
-        fix = "they are another engine's: leave them out, or pass --engine vllm"
-        raise ConfigError("--engine-options", text, fix)
-    if engine == VLLM and apart.by_kind:
-        fix = "does not say what became of each draft: leave out --by-kind"
-        raise ConfigError("--engine", engine, fix)
-    return read_engine_options(text)
-
-
-def _engines_of_vllm(
-    load: ModelOptions, options: dict[str, Any]
-) -> Callable[[str, str | None, int], LLM]:
-    """vLLM takes its proposer when it loads: each one loads the model."""
-
-    def engine(name: str, draft: str | None, size: int) -> LLM:
-        own = None if name == "none" or not takes_draft(name) else draft or load.draft
-        others = {"proposer": name, "draft": own, "max_batch_size": size, **options}
-        return load.load(engine=VLLM, **others)
-
-    return engine
-
-
-def _proposers_of_vllm(load: ModelOptions) -> str:
-    lookup = "chain:grammar_forced+ngram"
-    return lookup if load.draft is None else f"{lookup},auto"
 
 
 def _default_proposers(load: ModelOptions) -> str:
