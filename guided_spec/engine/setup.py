@@ -314,7 +314,7 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        if proposer is not None:  # before a large model is loaded for it
+        if proposer:  # before a large model is loaded for it
             require_proposer(proposer)
         if draft is not None:
             _require_source("draft", draft)
@@ -447,7 +447,8 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
         ("tokenizer", options.tokenizer, TOKENIZER_CONFIG),
     ):
         if isinstance(source, bool | int | float | list | tuple | dict):
-            raise ConfigError(argument, source, "must be a hub id, a folder, or what is loaded")
+            kind = "tokenizer" if argument == "tokenizer" else "model"
+            raise ConfigError(argument, source, f"must be a hub id, a folder, or a loaded {kind}")
         if isinstance(source, str | Path) and (looks_local(source) or Path(source).exists()):
             find_gguf(source, needed, argument=argument)
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")

@@ -152,7 +152,7 @@ def test_sampling_repeats_with_its_seed(model: str) -> None:
     ("arguments", "message"),
     [
         (("--regex", "(ab"), "GrammarCompileError: "),
-        (("--schema", "broken.json"), "GrammarCompileError: the json_schema is not JSON"),
+        (("--schema", "broken.json"), "broken.json': the json_schema is not JSON"),
         (("--schema", "unsupported.json"), "UnsupportedSchemaError: "),
         (("--schema", "absent.json"), "ConfigError: --schema='absent.json': cannot be read"),
         (("--schema", "latin1.json"), "cannot be read"),

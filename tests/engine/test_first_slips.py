@@ -392,13 +392,10 @@ def test_what_is_missing_is_known_before_loading(
 
 @pytest.mark.parametrize("tokenizer", [5, ["org/model"]])
 def test_a_tokenizer_of_a_wrong_kind(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^tokenizer=.*: must be a hub id, a folder, or what"):
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer=.*: must be a hub id, a folder, or a loaded tokenizer"
+    ):
         LLM("org/model", tokenizer=tokenizer)
-
-
-def test_no_proposer_is_not_the_default_one() -> None:
-    with pytest.raises(ConfigError, match="^proposer='': must be one of"):
-        LLM("org/model", "")
 
 
 def test_a_missing_tokenizer_is_known_before_loading(tmp_path: Path) -> None:
