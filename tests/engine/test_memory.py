@@ -121,7 +121,7 @@ def test_the_log_says_who_reads_long_prompts(
     [
         ("eagle3", {}, ["packed forwards (without graphs)", "cache on; drafts: eagle3 (packed f"]),
         ("qwen3_5_mtp", {}, ["drafts: qwen3_5_mtp (packed forwards)"]),
-        ("glm4_moe_mtp", {}, ["stock modules over blocks", "modules keep whole texts); drafts"]),
+        ("glm4_moe_mtp", {}, ["packed forwards (without", "modules keep whole texts); drafts"]),
         ("eagle3", {"kernels": "stock"}, ["stock modules (kernels='stock' on cpu), ", " slots of"]),
         ("deepseek_mtp", {}, ["packed forwards (without", "deepseek_mtp (packed forwards)"]),
         ("eagle3", {"prefix_cache": False}, ["prefix cache off (prefix_cache=False)"]),
