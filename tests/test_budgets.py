@@ -17,7 +17,7 @@ BUDGETS = {
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
-    "masks": 1_840,  # 90 more: what a device drew freely, rows of two libraries, undrafted steps
+    "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
     "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
     "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
     "proposers": 3_250,

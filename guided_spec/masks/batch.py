@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 from guided_spec.home import Home
+
+if TYPE_CHECKING:  # it loads transformers
+    from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 
 
 class RowBatch:
@@ -23,16 +25,18 @@ class RowBatch:
     """
 
     def __init__(self) -> None:
-        import xgrammar  # only here: it loads transformers
+        import xgrammar  # only here, as the other: they load transformers
+
+        from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 
         self._xgrammar = xgrammar.BatchGrammarMatcher(max_threads=1)
-        self._kinds = (xgrammar.GrammarMatcher, LLGuidanceMatcher)
+        self._of_xgrammar, self._of_llguidance = xgrammar.GrammarMatcher, LLGuidanceMatcher
         self._llguidance: Any = None  # made where it is needed: it has a thread
         self._home = Home("RowBatch")
 
     def takes(self, matcher: object) -> bool:
         """Whether the matcher is one of the libraries' own."""
-        return isinstance(matcher, self._kinds)
+        return isinstance(matcher, (self._of_xgrammar, self._of_llguidance))
 
     def fill(
         self, matchers: Sequence[Any], bitmask: NDArray[np.int32], rows: Sequence[int]
@@ -45,7 +49,7 @@ class RowBatch:
         others: list[tuple[LLGuidanceMatcher, int]] = []
         own: list[tuple[Any, int]] = []
         for cell in zip(matchers, rows, strict=True):
-            (others if isinstance(cell[0], LLGuidanceMatcher) else own).append(cell)
+            (others if isinstance(cell[0], self._of_llguidance) else own).append(cell)
         if own:
             listed, places = zip(*own, strict=True)
             self._xgrammar.batch_fill_next_token_bitmask(list(listed), bitmask, list(places))
