@@ -140,10 +140,13 @@ class GuidedText:
         # Where ``min_tokens`` bans the end up to the last token, no text ends in time.
         may_end = is_required or (params.complete is None and params.min_tokens < budget)
         if endings is not None and may_end:
+            refusal: BudgetTooSmallError | None = None
             try:
                 grammar = endings.bound(grammar, budget, is_required=is_required)
             except BudgetTooSmallError as error:  # the budget may be what the context left
-                raise BudgetTooSmallError(params.max_tokens, error.least, budget) from None
+                refusal = BudgetTooSmallError(params.max_tokens, error.least, budget)
+            if refusal is not None:  # raised out here: the other's frames would live as long as it
+                raise refusal
         self.constraint = Constraint(grammar, self.grammar_ends)
 
     def append(
