@@ -247,19 +247,11 @@ class Constraint:
         """
         if (failure := self._read_committed()) is not None:
             raise failure
-        original, fork = self._original, self._fork
+        original = self._original
         taken = list(token_ids[: original.accept_tokens(token_ids)])
         _require_working(original, self._used.text)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
-        if is_refused or (
-            self._used is fork
-            and (
-                fork.advance(taken) < len(taken)
-                # A fork that takes the text for complete fills no more masks: nothing would be
-                # illegal.
-                or fork.text.is_terminated() != original.is_terminated()
-            )
-        ):
+        if is_refused or (self._used is self._fork and self._fork_parts(taken)):
             taken = self._resync(token_ids)
         self.committed.extend(taken)
         self._place = None
@@ -267,6 +259,12 @@ class Constraint:
         self._used.commit()
         self._note_rows()
         return taken
+
+    def _fork_parts(self, taken: list[int]) -> bool:
+        """Advance the fork, too; whether it disagrees with the original."""
+        fork, is_over = self._fork, self._original.is_terminated()
+        # One that takes the text for complete fills no more masks: nothing would be illegal.
+        return fork.advance(taken) < len(taken) or fork.text.is_terminated() != is_over
 
     def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
         """``commit``, but original and fork accept the tokens later.
