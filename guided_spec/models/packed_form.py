@@ -98,7 +98,7 @@ class PackedForm(NamedTuple):
         for make in makers:
             try:
                 with errors_naming(model, "a forward in packed form failed"):
-                    decoder = _right(make, slots, trial)
+                    decoder = _right(make, known, slots, trial)
             except ModelError as error:
                 if kernels == "packed":
                     raise
@@ -111,14 +111,19 @@ class PackedForm(NamedTuple):
 
 
 def _right(
-    make: Callable[[], PackedDecoder | StockDecoder | None], slots: StockSlots, trial: SlotTrial
+    make: Callable[[], PackedDecoder | StockDecoder | None],
+    known: Sequence[KeyValues | None],
+    slots: StockSlots,
+    trial: SlotTrial,
 ) -> PackedDecoder | StockDecoder | None:
     """What ``make`` gives, tried; None where it gives none, or one that waits for the device.
 
+    known: what each layer keeps, as of the cache of ``slots``.
+
     Raises ModelError where it computes something else.
     """
-    known, decoder = slots.cache.layer_memory(), make()
-    if decoder is None or known is None:
+    decoder = make()
+    if decoder is None:
         return None
     memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
     tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, slots.model.device, slots.axes)

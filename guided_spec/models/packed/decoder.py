@@ -19,12 +19,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.latent import PackedLatentLayer
-from guided_spec.models.packed.layer import (
-    Norm,
-    PackedDelta,
-    PackedLayer,
-    rotation_table,
-)
+from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.pictures.embedding import deep_changes
 from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts

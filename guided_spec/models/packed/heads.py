@@ -26,12 +26,7 @@ from guided_spec.models.packed.decoder import (
     fits_packed,
     is_rotated,
 )
-from guided_spec.models.packed.layer import (
-    Norm,
-    PackedLayer,
-    as_rotation,
-    rotation_table,
-)
+from guided_spec.models.packed.layer import Norm, PackedLayer, as_rotation, rotation_table
 from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.models.pictures.axes import split_by, split_of
 from guided_spec.models.pictures.vision import SERVED
