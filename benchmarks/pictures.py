@@ -29,7 +29,7 @@ from benchmarks.widening.tokenizer import write_tokenizer
 from guided_spec.bundled import bundled_asset
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
-from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.types import SamplingParams
 
@@ -65,7 +65,7 @@ PROMPT = "What does it show? "
 
 
 class Processor:
-    """As transformers' own, which needs torchvision. ``shown`` tokens a picture: one for 2 x 2."""
+    """As transformers' own, which needs torchvision. A picture has a token for 2 x 2 patches."""
 
     image_token = IMAGE
 
@@ -118,8 +118,7 @@ def main(
     A prompt without pictures has as many tokens as one with one. Every picture is new.
     """
     with failures_as_messages():
-        if shape not in SHAPES:
-            raise ConfigError("shape", shape, f"is one of {', '.join(SHAPES)}")
+        require_one_of("shape", shape, SHAPES)
         processor = Processor()
         model = _model(processor, torch.device(device), SHAPES[shape])
         numbers = [int(one) for one in counts.split(",")]

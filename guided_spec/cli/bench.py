@@ -38,7 +38,6 @@ DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
 
-LOOKUP = "chain:grammar_forced+ngram"
 WITHOUT_DRAFT = "ngram,grammar_forced,chain:grammar_forced+ngram"
 WITH_DRAFT = "auto,chain:grammar_forced+auto"
 
@@ -128,6 +127,8 @@ class EngineOptions:
         """Those that are measured where none are named."""
         if self.engine == OWN:
             return _default_proposers(load)
+        from guided_spec.integrations.vllm.arguments import LOOKUP
+
         return LOOKUP if load.draft is None else f"{LOOKUP},auto"
 
     def measure(self, load: ModelOptions, plan: Plan) -> list[Measurement]:

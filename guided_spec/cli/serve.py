@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from guided_spec.cli.console import Verbose, stderr, working
-from guided_spec.cli.options import OWN, ModelOptions, Proposer, read_engine_options, with_options
+from guided_spec.cli.options import (
+    OWN,
+    VLLM,
+    ModelOptions,
+    Proposer,
+    read_engine_options,
+    with_options,
+)
 from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_one_of
 from guided_spec.server.limits import ServerLimits
@@ -117,7 +124,7 @@ def _serve_vllm(
 
 SERVERS: dict[str, Callable[[ModelOptions, dict[str, Any], Site, str | None], None]] = {
     OWN: _serve_own,
-    "vllm": _serve_vllm,
+    VLLM: _serve_vllm,
 }
 
 
