@@ -43,6 +43,7 @@ def bench(tmp_path: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, [*common, *arguments])
 
 
+@pytest.mark.slow
 def test_each_proposer_is_measured_by_a_vllm_of_its_own(world: World, tmp_path: Path) -> None:
     options = ("--engine-options", '{"enforce_eager": true}', "--batch-size", "1,2")
     result = bench(tmp_path, "--draft", str(MODEL), "--proposers", "eagle3", *options, "--json")
@@ -61,6 +62,7 @@ def test_each_proposer_is_measured_by_a_vllm_of_its_own(world: World, tmp_path: 
     assert all(engine.is_shut_down for engine in world.engines)
 
 
+@pytest.mark.slow
 def test_by_default_it_looks_up_and_asks_the_draft(world: World, tmp_path: Path) -> None:
     result = bench(tmp_path, "--draft", str(MODEL), "--json")
     assert result.exit_code == 0, result.output
