@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import sys
 import threading
 from contextlib import suppress
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NEEDED = ("rich", "typer")
 SHORT = ("check", "generate", "trace")  # commands whose imports may take longer than their work
 
@@ -32,6 +34,15 @@ def run() -> None:
         if is_short and isinstance(end.code, int):
             _leave(end.code)
         raise
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
+        # What is still to be written would fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_short:
+            _leave(1)
+        raise SystemExit(1) from None
 
 
 def collect_again() -> None:
@@ -49,7 +60,8 @@ def _leave(code: int) -> None:
     if all(one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
         atexit._run_exitfuncs()
         with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # it was closed before the command began
+                    stream.flush()
             os._exit(code)
     gc.unfreeze()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # this loads torch
     from guided_spec.engine.llm import LLM
 
 STDIN = "-"
+THREADS = "OMP_NUM_THREADS"  # who sets it decides how many torch has
 OWN, VLLM = "guided_spec", "vllm"  # engines
 Proposer = Annotated[str | None, typer.Option(help="Drafting method; chain:a+b combines several.")]
 
@@ -67,6 +69,12 @@ class ModelOptions:
         """
         from guided_spec.engine.llm import LLM
 
+        if self.model is None and THREADS not in os.environ:
+            import torch
+
+            # The bundled model is so small that threads wait for each other: with two, a batch took
+            # a tenth longer and half more of the processors.
+            torch.set_num_threads(1)
         llm = LLM(**self.arguments(**others))
         collect_again()
         return llm
@@ -139,8 +147,15 @@ class TextOptions:
         if spec is not None:
             from guided_spec.grammar.document import SpecDocument
 
-            SpecDocument(spec).require_readable()  # before a model is loaded
+            document = SpecDocument(spec)
+            document.require_readable()  # before a model is loaded
+            if spec.kind in ("ebnf", "lark"):
+                from guided_spec.grammar.backends.xgrammar import require_parsed
+
+                require_parsed(document)
         if self.after is not None:
+            if not self.after:
+                raise ConfigError("--after", self.after, "must not be empty; leave it out")
             if spec is None:
                 raise ConfigError("--after", self.after, "needs a grammar; give one")
             spec = spec.after(self.after)

@@ -19,6 +19,8 @@ grammar_option: ContextVar[str] = ContextVar("grammar_option", default="")
 _LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
 # A switch takes no value, and what is repeated or a file is written otherwise here.
 _VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
+# Of a ConfigError: an option that was not given, and a switch.
+_NOT_GIVEN = ("=None: ", "=True: ")
 # Where the library finds what ``--image`` names.
 _PICTURE = re.compile(r"messages\[0\]\.content\[\d+\](\.\w+)*")
 # What the library calls the values of some options.
@@ -70,6 +72,7 @@ def told(error: Exception) -> str:
     options = running.get()
     if isinstance(error, ConfigError):
         value = str(error).removeprefix(error.argument).removesuffix(error.fix)
+        value = ": " if value in _NOT_GIVEN else value
         name = options.get(error.argument, error.argument)
         if "image" in options and _PICTURE.fullmatch(name):
             name, value = options["image"], value if name.endswith(".image") else ": "

@@ -158,7 +158,7 @@ def test_rows_that_fail(model: str, tmp_path: Path) -> None:
         (("{nmae}",), "--input=.*: has no column 'nmae'; did you mean name? the columns"),
         (("{name",), "PROMPT='{name': expected '}' before end of string"),
         (("{name}", "--id-column", "id"), "has no column 'id'"),
-        (("{name}", "--compare"), "--compare=True: is for one text; leave it out"),
+        (("{name}", "--compare"), "--compare: is for one text; leave it out"),
         (("{name}", "--served-model-name", "x"), "--served-model-name=['x']: is for requests"),
         (("{name}", "--regex", "a", "--choice", "b"), "cannot go with --regex"),
         (("{name}", "--temperature", "-1"), "temperature=-1"),
@@ -199,8 +199,9 @@ def test_a_column_that_no_line_has(model: str, tmp_path: Path) -> None:
     [
         (("A", "--output", "x"), "--output='x': needs a file to answer: give --input"),
         (("A", "--id-column", "x"), "--id-column='x': needs a file to answer: give --input"),
-        (("A", "--input", "rows.csv"), "--output=None: name the file that the answers go into"),
-        ((), "PROMPT=None: give the text to continue; - is standard input"),
+        (("A", "--input", "rows.csv"), "--output: name the file that the answers go into"),
+        (("A", "--regex", "a", "--after", ""), "--after='': must not be empty; leave it out"),
+        ((), "PROMPT: give the text to continue; - is standard input"),
     ],
 )
 def test_options_that_go_together(arguments: tuple[str, ...], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -106,6 +107,23 @@ def test_a_short_command_ends_at_once(command: str, thread: str, happened: str) 
     asked = [sys.executable, "-c", ENDING, command, thread]
     ended = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (ended.stdout.strip(), ended.returncode) == (happened, 3), ended.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+@pytest.mark.parametrize("arguments", ["--version", "--help", "check missing.json --json"])
+def test_output_that_cannot_be_written_is_told(arguments: str) -> None:
+    script = "import sys; from guided_spec.cli import run; run()"
+    with Path("/dev/full").open("w") as full:
+        asked = [sys.executable, "-c", script, *arguments.split()]
+        ended = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "the output cannot be written: No space left on device\n"
+    assert (ended.stderr, ended.returncode) == (said, 1)
+
+
+def test_a_closed_output_is_no_error_of_ours() -> None:
+    command = f"exec {sys.executable} -c 'from guided_spec.cli import run; run()' --version >&-"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.stderr, ended.returncode) == ("", 0)
 
 
 @pytest.mark.parametrize(

@@ -87,23 +87,33 @@ def test_mistakes_before_a_model_is_loaded(arguments: list[str], said: str) -> N
 @pytest.mark.every_case
 @pytest.mark.parametrize("command", ["generate", "trace"])
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("name", "text", "reason"),
     [
-        ('{"type": "strnig"}', "not a JSON schema: at '/type': 'strnig' is no type"),
-        ('{"type": 5}', "not a JSON schema: at '/type': 5 is no type"),
-        ("{", "the json_schema is not JSON"),
+        ("a.json", '{"type": "strnig"}', "not a JSON schema: at '/type': 'strnig' is no type"),
+        ("a.json", '{"type": 5}', "not a JSON schema: at '/type': 5 is no type"),
+        ("a.json", "{", "the json_schema is not JSON"),
+        ("a.ebnf", 'root ::= "a', "the ebnf does not compile: "),
+        ("a.gbnf", "root ::= b", "the ebnf does not compile: "),
+        ("a.lark", 'start: "a', "the lark does not compile: "),
     ],
 )
-def test_a_broken_schema_is_named_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, text: str, reason: str
+def test_a_broken_grammar_is_named_before_a_model_is_loaded(
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    text: str,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: pytest.fail("loaded"))
-    path = tmp_path / "a.json"
+    path = tmp_path / name
     path.write_text(text)
-    result = CliRunner().invoke(app, [command, "A", "--schema", str(path), "--json"])
+    option = "--schema" if name == "a.json" else "--grammar"
+    result = CliRunner().invoke(app, [command, "A", option, str(path), "--json"])
     error = json.loads(result.stdout)["error"]
     assert error["type"] == "GrammarCompileError"
-    assert error["message"].startswith(f"--schema='{path}': {reason}")
+    assert error["message"].startswith(f"{option}='{path}': {reason}")
 
 
 @pytest.fixture

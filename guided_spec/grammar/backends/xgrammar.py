@@ -389,6 +389,19 @@ def _run(compiler: Any, text: XGrammarText) -> Any:
             return compiler.compile_structural_tag(source)
 
 
+def require_parsed(document: SpecDocument) -> None:
+    """Parse a grammar of xgrammar's own kinds, EBNF or Lark, without a vocabulary.
+
+    Raises GrammarCompileError where xgrammar does not read it.
+    """
+    spec = document.spec
+    with _reported(spec.kind):
+        if spec.kind == "lark":
+            xgrammar.Grammar.from_lark(spec.source)
+        else:
+            xgrammar.Grammar.from_ebnf(gbnf_ebnf(spec.source), root_rule_name=spec.root)
+
+
 def _source_of(document: SpecDocument) -> str:
     """The source to hand to xgrammar."""
     match document.spec.kind:
