@@ -15,7 +15,7 @@ BUDGETS = {
     "cli": 2_220,  # 270 more: messages name options, images, quick ends, full disks, vLLM in bench
     "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
-    "grammar": 22_475,  # 690 more: arguments, listed items, vast counts, surrogates, functions
+    "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
     "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place

@@ -30,6 +30,7 @@ _OF_OBJECTS = frozenset(
 )
 _OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _MOST_RULES = 4_000
+LONGEST = 2**24  # characters of a grammar
 STRING = r'/"([^"\\\x00-\x1f\x7f]|\\[nrbtf"\\])*"/'
 PLAIN = r'/"[^"\\\x00-\x1f\x7f]*"/'
 """Terminals of a JSON string, and of one without escapes."""
@@ -286,6 +287,8 @@ class Writer:
         self._objects, self._options = objects, options
         self._count = 0
         self._names: dict[str, str | None] = {}
+        self._definitions: dict[str, str] = {}
+        self._length = 0  # of what stays JSON schema
 
     def new_name(self, kind: str) -> str:
         """A name that no rule has; of a terminal where ``kind`` is in capitals."""
@@ -398,15 +401,26 @@ class Writer:
     def as_schema(self, node: dict[str, Any]) -> str:
         """``node`` as llguidance reads it, with the definitions that it refers to."""
         inside = self.parts.references(node)
-        spend_on_value([node, list(inside.values())])
         if inside.pop("#", None) is not None and node is not self.parts.root:
             raise KeptError("part of a schema that refers to the whole cannot be joined into one")
-        schema: dict[str, Any] = {**node, "x-guidance": self._options}
+        spend_on_value(node)
+        spend(len(inside))
+        text = json.dumps({**node, "x-guidance": self._options})
         if inside:
-            schema["$defs"] = {
-                unescape(name.removeprefix(_PREFIX)): part for name, part in inside.items()
-            }
-        return f"%json {json.dumps(schema)}"
+            definitions = ", ".join(self._definition(name, part) for name, part in inside.items())
+            text = f'{text[:-1]}, "$defs": {{{definitions}}}}}'
+        self._length += len(text)
+        if self._length > LONGEST:
+            raise KeptError("written as rules, it is too long")
+        return f"%json {text}"
+
+    def _definition(self, name: str, part: Any) -> str:
+        """A member of ``$defs``; hundreds of parts may need the same ones."""
+        if name not in self._definitions:
+            spend_on_value(part)
+            written = f"{json.dumps(unescape(name.removeprefix(_PREFIX)))}: {json.dumps(part)}"
+            self._definitions[name] = written
+        return self._definitions[name]
 
 
 def _any_of(options: list[str]) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.backends.json_rules import (
     FIXED,
+    LONGEST,
     SPACED,
     STRING,
     KeptError,
@@ -39,7 +40,6 @@ LARGE = 256
 _NUMBER = "[0:20]"  # the bits of the parameter that hold the number of the next key
 _MOST_KEYS = 2**20 - 1
 _MOST_COUNTED = 512  # keys of an object that are listed, where keys are counted
-_LONGEST = 2**24  # characters of a grammar
 _ATOMS = re.compile(r"\\u[0-9a-f]{4}|\\.|.", re.DOTALL)
 _REST = STRING.replace('"', "", 1)  # of a string that has begun
 _IF = re.compile(r' %if [^"]*$')
@@ -78,7 +78,7 @@ def ordered_object_rules(
         top = writer.rule(writer.parts.root, "")
     except (KeptError, RecursionError):
         return None
-    if top is None or sum(map(len, writer.rules)) > _LONGEST:
+    if top is None or sum(map(len, writer.rules)) > LONGEST:
         return None
     found = writer.report.entries
     lost = tuple(entry for entry in found if entry.keyword != "properties")

@@ -32,14 +32,13 @@ _SINCE = {
     "prefixItems": 2020,
 }
 _UNTIL = {"dependencies": 7}
-_ONE = (
-    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
-    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
+_ONE = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"}
+    | {"additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"}
 )
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = (
-    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
-    "dependencies",
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+_MAPS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 _DATA = ("enum", "const", "default", "examples")
 _COUNTS = frozenset(
@@ -238,26 +237,17 @@ def _plainly_in_python(pattern: str) -> str:
 
 def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """The schemas right below one, in the keywords of any draft, with the keys that lead there."""
-    for keyword in _ONE:
-        if isinstance(node.get(keyword), dict):
-            yield (keyword,), node[keyword]
-    for keyword in _LISTS:
-        if isinstance(node.get(keyword), list):
-            for index, part in enumerate(node[keyword]):
-                yield (keyword, index), part
-    for keyword in _MAPS:
-        if isinstance(node.get(keyword), dict):
-            for name, part in node[keyword].items():
-                yield (keyword, name), part
-    if "components" in node:
-        yield from _components(node["components"])
-
-
-def _components(parts: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The schemas that OpenAPI keeps there."""
-    schemas = parts.get("schemas") if isinstance(parts, dict) else None
-    for name, part in schemas.items() if isinstance(schemas, dict) else ():
-        yield ("components", "schemas", name), part
+    for keyword, part in node.items():
+        if keyword in _ONE and isinstance(part, dict):
+            yield (keyword,), part
+        elif keyword in _LISTS and isinstance(part, list):
+            yield from (((keyword, index), one) for index, one in enumerate(part))
+        elif keyword in _MAPS and isinstance(part, dict):
+            yield from (((keyword, name), one) for name, one in part.items())
+        elif keyword == "components" and isinstance(part, dict):  # where OpenAPI keeps them
+            schemas = part.get("schemas")
+            for name, one in schemas.items() if isinstance(schemas, dict) else ():
+                yield (keyword, "schemas", name), one
 
 
 def in_newest(schema: Any) -> Any:

@@ -18,6 +18,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.backends import json_rules
 from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidance
@@ -97,6 +98,48 @@ def test_rules_hold_what_the_schema_holds(
             text = json.dumps(other, ensure_ascii=False)
             ruled, own = (accepts(grammar, text) for grammar in grammars)
             assert ruled == own, (schema, text)
+
+
+# Parts beside a large object, with definitions that parts share and that refer to each other.
+SHARED = {
+    "type": "object",
+    "properties": {
+        "large": {"type": "object", "properties": dict.fromkeys("abc", INTEGER)},
+        "one": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+        "other": {"$ref": "#/$defs/tree"},
+        "name/~": {"$ref": "#/$defs/a~1~0"},
+    },
+    "additionalProperties": False,
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"in": {"$ref": "#/$defs/tree"}, "id": {"$ref": "#/$defs/a~1~0"}},
+            "additionalProperties": False,
+        },
+        "a/~": {"type": "string"},
+    },
+}
+
+
+def test_parts_that_stay_schemas_have_the_definitions_that_they_need() -> None:
+    prepared = prepare_for_llguidance(lower_checked(SHARED, "schema"))
+    rules = ordered_object_rules(prepared, FIXED, objects=OrderedObjects(2, 2))
+    assert rules is not None
+    written = [json.loads(line.partition("%json ")[2]) for line in rules.lines if "%json" in line]
+    # Those of JSON schema's own words, as a dictionary that is written at once would be.
+    needed = {frozenset(part["$defs"]) for part in written if "$defs" in part}
+    for part in written:
+        for name, definition in part.get("$defs", {}).items():
+            assert definition == prepared["$defs"][name]
+    assert {len(names) for names in needed} == {1, 2}
+
+
+def test_rules_that_get_too_long_are_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare_for_llguidance(lower_checked(SHARED, "schema"))
+    assert ordered_object_rules(prepared, FIXED, objects=OrderedObjects(2, 2)) is not None
+    monkeypatch.setattr(json_rules, "LONGEST", 100)
+    monkeypatch.setattr(json_rules.Writer, "new_name", lambda *_: pytest.fail("went on"))
+    assert ordered_object_rules(prepared, FIXED, objects=OrderedObjects(2, 2)) is None
 
 
 @st.composite
