@@ -21,8 +21,8 @@ BUDGETS = {
     "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
     "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
     "proposers": 3_250,
-    "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures
-    "trace": 785,  # 25 more: axes with numbers
+    "server": 5_190,  # 280 more: usual fields of clients, faults of inner fields, pictures
+    "trace": 810,  # 50 more: axes with numbers, thumbnails
     "training": 6_465,  # 35 more: answers that are written together, forced tokens in numpy
     ".": 2_290,  # 180 more: room, one rule for the nearest known names, pictures' tokens
 }

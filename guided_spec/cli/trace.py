@@ -61,7 +61,7 @@ def trace(
         if compare is not None:
             name, _, draft = compare.partition("=")
             traces.append(_trace(llm.with_proposer(name, draft or None), prompt, params))
-    _write(outputs, traces, text)
+    _write(outputs, traces, text, asked.image or ())
     for one in traces if as_json else ():
         print_json(asdict(one))
     if not as_json:
@@ -88,13 +88,19 @@ def _trace(llm: LLM, prompt: Any, params: SamplingParams) -> Trace:
     return output.trace
 
 
-def _write(outputs: Sequence[Path], traces: Sequence[Trace], prompt: str) -> None:
+def _write(
+    outputs: Sequence[Path], traces: Sequence[Trace], prompt: str, images: Sequence[Path]
+) -> None:
+    from guided_spec.engine.chats.pictures import OpenPicture
     from guided_spec.trace.page import render_page
     from guided_spec.trace.record import to_json
 
+    pictures = [OpenPicture.of("--image", one.read_bytes()).image() for one in images]
     for path in outputs:
-        is_page = path.suffix == ".html"
-        text = render_page(traces, prompt=prompt) if is_page else to_json(traces, indent=2) + "\n"
+        if path.suffix == ".html":
+            text = render_page(traces, prompt=prompt, pictures=pictures)
+        else:
+            text = to_json(traces, indent=2) + "\n"
         write_text("--output", path, text)
 
 

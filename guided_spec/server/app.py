@@ -73,6 +73,10 @@ _LAST_SECONDS = 5.0  # to report to clients that their requests are cut off
 _MOST_TOKENS = 256  # what the playground's form says at first
 _KEY = """<p class="field"><label for="key">API key</label>
 <input id="key" type="password" autocomplete="off" required></p>"""
+_PICTURES = """<p class="field"><label for="picture">Pictures</label>
+<input id="picture" type="file" accept="image/*" multiple aria-describedby="picture-hint">
+<span id="picture-hint" class="soft">Or drop or paste them.</span></p>
+<ul id="pictures" class="pictures" aria-label="Pictures"></ul>"""
 
 
 def serve(
@@ -264,7 +268,11 @@ def _add_tokenize_path(app: FastAPI, service: Service) -> None:
 
 def _add_playground(app: FastAPI, service: Service) -> None:
     most = service.max_tokens(None, "max_tokens")
-    page = render_playground(most, asks_for_key=bool(service.settings.api_keys))
+    page = render_playground(
+        most,
+        asks_for_key=bool(service.settings.api_keys),
+        reads_pictures=service.llm.sight.refusal is None,
+    )
     headers = {"Content-Security-Policy": page.policy, "X-Content-Type-Options": "nosniff"}
 
     @app.get("/", response_class=HTMLResponse)
@@ -284,10 +292,13 @@ class Playground(NamedTuple):
     policy: str
 
 
-def render_playground(max_tokens: int, *, asks_for_key: bool) -> Playground:
+def render_playground(
+    max_tokens: int, *, asks_for_key: bool, reads_pictures: bool = False
+) -> Playground:
     """The page.
 
     max_tokens: the most that a request may ask for. asks_for_key: whether requests must bring one.
+    reads_pictures: whether they may hold pictures.
     """
     examples = json.loads(_playground_file("examples.json"))
     names = [escape(example["name"]) for example in examples]
@@ -299,6 +310,7 @@ def render_playground(max_tokens: int, *, asks_for_key: bool) -> Playground:
         examples_json=json.dumps(examples).replace("<", "\\u003c"),
         max_tokens=min(max_tokens, _MOST_TOKENS),
         key=_KEY if asks_for_key else "",
+        pictures=_PICTURES if reads_pictures else "",
         legend=legend(),
         trace_script=scripts[0],
         script=scripts[1],

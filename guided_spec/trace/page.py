@@ -5,25 +5,37 @@ Its plots are bars, drawn by the style sheet, with their figures as a table.
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import zip_longest
 from string import Template
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.trace.record import FORCED, StepTrace, TokenTrace, Trace
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+_THUMBNAIL = 160  # pixels, of the longer side
 _MOST_TRACES = 2  # side by side, each in a colour of its own
 _TITLE = "What speculation did, step by step"
 
 
-def render_page(traces: Sequence[Trace], *, title: str = _TITLE, prompt: str = "") -> str:
+def render_page(
+    traces: Sequence[Trace],
+    *,
+    title: str = _TITLE,
+    prompt: str = "",
+    pictures: Sequence[Image.Image] = (),
+) -> str:
     """A page with every step of one trace, or of two side by side.
 
-    prompt: to show; "" shows none.
+    prompt: to show; "" shows none. pictures: of the prompt, PIL's in RGB, to show as thumbnails.
 
     Raises ConfigError for another number of traces.
     """
@@ -34,7 +46,7 @@ def render_page(traces: Sequence[Trace], *, title: str = _TITLE, prompt: str = "
         title=escape(title),
         style=asset("page.css"),
         script=asset("page.js"),
-        prompt=_prompt(prompt),
+        prompt=_prompt(prompt, pictures),
         summary=summary(traces),
         plots="\n".join(_plots(traces)),
         legend=legend(),
@@ -47,10 +59,20 @@ def asset(name: str) -> str:
     return (files("guided_spec") / "trace" / name).read_text(encoding="utf-8")
 
 
-def _prompt(prompt: str) -> str:
-    if not prompt:
+def _prompt(prompt: str, pictures: Sequence[Image.Image]) -> str:
+    if not prompt and not pictures:
         return ""
-    return f"<details><summary>Prompt</summary><pre>{escape(prompt)}</pre></details>"
+    shown = "".join(_thumbnail(number, one) for number, one in enumerate(pictures, 1))
+    return f"<details><summary>Prompt</summary>{shown}<pre>{escape(prompt)}</pre></details>"
+
+
+def _thumbnail(number: int, picture: Image.Image) -> str:
+    small, data = picture.copy(), io.BytesIO()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(data, "JPEG")
+    source = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+    size = f"{picture.width} x {picture.height}"
+    return f'<img alt="Picture {number}, {size}" title="{size}" src="{source}"> '
 
 
 def summary(traces: Sequence[Trace]) -> str:

@@ -6,6 +6,7 @@
   const names = { schema: "JSON schema", regex: "Regular expression" };
   const sources = { schema: "", regex: "" };
   let kind = "schema";
+  let pictures = []; // each with its name and its data URL
   let running = null; // the AbortController of what runs
 
   // JSON with what is short on one line.
@@ -32,7 +33,39 @@
     get("source-field").querySelector("label").textContent = names[kind];
     refuse("");
   };
+  const showPictures = () => get("pictures")?.replaceChildren(...pictures.map((one, at) => {
+    const image = Object.assign(document.createElement("img"), { src: one.url, alt: one.name });
+    const button = document.createElement("button");
+    Object.assign(button, { type: "button", textContent: "Remove" });
+    button.setAttribute("aria-label", `Remove ${one.name}`);
+    button.addEventListener("click", () => {
+      pictures.splice(at, 1);
+      showPictures();
+      (get("pictures").querySelector("button") ?? get("picture")).focus();
+    });
+    const item = document.createElement("li");
+    item.append(image, button);
+    return item;
+  }));
+  const readPicture = (file) => new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve({ name: file.name, url: reader.result }));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+  // Takes the pictures among files that were chosen, dropped or pasted.
+  const addPictures = async (files) => {
+    const found = [...files].filter((file) => file.type.startsWith("image/"));
+    try {
+      pictures.push(...await Promise.all(found.map(readPicture)));
+    } catch (error) {
+      get("error").textContent = error.message;
+    }
+    showPictures();
+  };
   const showExample = (example) => {
+    pictures = [];
+    showPictures();
     showKind("free"); // keeps nothing of what stood there
     sources.schema = example.schema ? layOut(example.schema) : "";
     sources.regex = example.regex ?? "";
@@ -47,8 +80,11 @@
 
   // What the form asks for; null where its grammar cannot be read.
   const readForm = () => {
+    const text = get("prompt").value;
+    const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    const content = parts.length ? [...parts, { type: "text", text }] : text;
     const body = {
-      messages: [{ role: "user", content: get("prompt").value }],
+      messages: [{ role: "user", content }],
       temperature: get("temperature").valueAsNumber,
       max_tokens: get("max-tokens").valueAsNumber,
       stream: true,
@@ -75,11 +111,16 @@
     return body;
   };
 
+  // A data URL may have millions of characters, which nobody wants to read.
+  const shortened = (key, value) => {
+    if (typeof value !== "string" || !value.startsWith("data:image/")) return value;
+    return `${value.slice(0, 40)}... (${value.length} characters)`;
+  };
   const clear = (body) => {
     for (const id of ["answer", "reasoning", "steps", "summary", "error"]) get(id).replaceChildren();
     get("reasoning-box").hidden = get("figures").hidden = true;
     get("no-steps").hidden = false;
-    get("request").textContent = JSON.stringify(body, null, 2);
+    get("request").textContent = JSON.stringify(body, shortened, 2);
   };
 
   // The records of a stream of server-sent events.
@@ -177,6 +218,21 @@
   get("stop").addEventListener("click", () => running?.abort());
   get("kind").addEventListener("change", (event) => showKind(event.target.value));
   get("example").addEventListener("change", (event) => showExample(examples[event.target.value]));
+  if (get("picture")) {
+    get("picture").addEventListener("change", async (event) => {
+      await addPictures(event.target.files);
+      event.target.value = ""; // so that the same file can be chosen again
+    });
+    document.addEventListener("dragover", (event) => event.preventDefault());
+    document.addEventListener("drop", (event) => {
+      event.preventDefault();
+      addPictures(event.dataTransfer.files);
+    });
+    document.addEventListener("paste", (event) => {
+      // A word processor puts a picture of its text beside the text.
+      if (!event.clipboardData.types.includes("text/plain")) addPictures(event.clipboardData.files);
+    });
+  }
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) get("ask").requestSubmit();
     if (event.key === "Escape") running?.abort();
