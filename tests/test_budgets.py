@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
+    "models": 12_545,  # 1,565 more: latents, experts in groups, MTP, pictures, norms, Mamba
     "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
     "proposers": 3_250,
     "server": 5_190,  # 280 more: usual fields of clients, faults of inner fields, pictures

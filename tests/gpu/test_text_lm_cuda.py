@@ -25,8 +25,8 @@ GRAMMARS = [
 ]
 
 
-ALONE = ["jamba", "mamba", "llama4_scaled"]
-STATES = ["nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"]
+ALONE = ["zamba", "llama4_scaled"]
+STATES = ["jamba", "mamba", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"]
 
 
 @pytest.mark.parametrize("name", [*ALONE, *STATES])

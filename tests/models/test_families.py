@@ -55,7 +55,7 @@ REFUSED = {
     "cpmant": POSITIONS,
     "blt": "its layers cannot be kept in slots",
     "gpt_neo": "does not keep to its masks",
-    "jamba": "layers of type 'linear_attention'",
+    "minimax": "layers of type 'linear_attention'",
     "moshi": "under the windows of its configuration",
     "openai-gpt": PAST,
     "prophetnet": POSITIONS,

@@ -245,6 +245,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdpa",
     ),
     "mamba": ("MambaConfig", {"state_size": 8}, "eager"),
+    "zamba": (
+        "ZambaConfig",
+        {
+            **{"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64},
+            **{"attention_head_dim": 16, "mamba_dt_rank": 4, "mamba_d_state": 16},
+            **{"n_mamba_heads": 2, "use_mamba_kernels": False},
+        },
+        "sdpa",
+    ),
     "rwkv": ("RwkvConfig", {}, "eager"),
     "llama4": (
         "Llama4TextConfig",

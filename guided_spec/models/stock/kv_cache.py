@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import UNMASKED
-from guided_spec.models.stock.state_rules import RecordedCall, take_recorded
+from guided_spec.models.stock.state_rules import RecordedCall, show_state, take_recorded
 from guided_spec.ops.attention.slot_attention import KeyValues, Window
 from guided_spec.ops.host import to_device, zeros_on_demand
 
@@ -188,6 +188,7 @@ class SlotLinearLayer(LinearAttentionLayer):
             self.is_conv_states_initialized[0] = True
         assert self._plan is not None, "begin() comes before the forward"
         self._window = torch.cat([self._plan.gather(self._conv), conv_states], -1)
+        show_state(self.recurrent_states[0])
         return self._window
 
     def update_recurrent_state(

@@ -7,7 +7,9 @@ is. For that a rule needs an argument that scales what a token does:
 * the gated delta rule (Yang, Kautz and Hatamizadeh, "Gated delta networks", 2024; Qwen3-Next,
   Qwen3.5) and Kimi's (KDA, Kimi Linear, 2025): decay 0, in the log, and step 0;
 * Mamba-2's scan (Dao and Gu, "Transformers are SSMs", 2024; Nemotron-H, Granite 4, Bamba, Zamba 2):
-  a time step of 0.
+  a time step of 0;
+* Mamba's (Gu and Dao, "Mamba", 2023; Mamba, Falcon Mamba, Jamba): likewise. transformers' begins at
+  zeros, so that ``selective_scan`` takes its place.
 
 The rules are functions of the model's modeling module, which ``record_rules`` wraps, once a module;
 they behave as before outside ``recording``. Tested with transformers 5.17 to 5.24, of which the
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,13 +43,15 @@ class StateRule(NamedTuple):
     single: the name of that for one token; None where it does not return the state, so that a
     forward needs two tokens at least. without: (call, dropped [B, T], the state before or None) to
     the call in which the dropped tokens do nothing. It returns (outputs, state). fitted: to a call
-    of the function that does the same and computes less.
+    of the function that does the same and computes less. function: runs in place of the module's
+    own, where that cannot begin at a state.
     """
 
     name: str
     single: str | None
     without: Callable[[Call, Tensor, Tensor | None], Call]
     fitted: Callable[[Call], Call]
+    function: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def _delta_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
@@ -88,6 +93,60 @@ def _scan_fitted(call: Call) -> Call:
     return _fitted(call, call[1]["chunk_size"], LEAST_CHUNK)
 
 
+def selective_scan(  # noqa: PLR0913  # transformers calls it so
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba's scan from any state: h_t = exp(dt A) h_(t-1) + dt B x_t, and y_t = C h_t + D x_t.
+
+    hidden_states x, dt, z: [batch, d, T]. A: float32 [d, n]. B, C: [batch, n, T]. delta_bias, D:
+    float32 [d]. z gates y by SiLU. initial_state: float32 [batch, d, n]; None: zeros.
+
+    Returns y [batch, d, T] and the state after all tokens, float32 [batch, d, n]. The arguments are
+    those of transformers' function, and each operation is rounded as there.
+    """
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = functional.softplus(dt)
+    decays = torch.exp(A[None, :, None, :] * dt[..., None])
+    added = dt[..., None] * B.transpose(1, 2)[:, None].float() * hidden_states[..., None].float()
+    state = added.new_zeros(added[:, :, 0].shape) if initial_state is None else initial_state
+    read = []
+    for at in range(hidden_states.shape[2]):
+        state = decays[:, :, at] * state + added[:, :, at]
+        read.append(torch.matmul(state.to(hidden_states.dtype), C[:, :, at, None])[..., 0])
+    outputs = torch.stack(read, -1)
+    if D is not None:
+        outputs = outputs + hidden_states * D[None, :, None]
+    return outputs if z is None else outputs * functional.silu(z), state
+
+
+def _selective_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
+    (states, steps, *others), kwargs = call
+    if kwargs.get("delta_bias") is not None:
+        steps = steps + kwargs["delta_bias"].to(steps.dtype)[..., None]
+    if kwargs.get("delta_softplus"):
+        steps = functional.softplus(steps)
+    changed = {"delta_bias": None, "delta_softplus": False, "initial_state": before}
+    return (states, steps.masked_fill(dropped[:, None], 0), *others), {**kwargs, **changed}
+
+
+def _selective_fitted(call: Call) -> Call:
+    args, kwargs = call
+    return args, {**kwargs, "initial_state": _thread.before}
+
+
 RULES = (
     StateRule(
         *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
@@ -95,6 +154,9 @@ RULES = (
     ),
     StateRule("chunk_kimi_delta_attention", None, _delta_without, _delta_fitted),
     StateRule("mamba2_chunk_scan", None, _scan_without, _scan_fitted),
+    StateRule(
+        *("mamba_selective_scan", None, _selective_without, _selective_fitted, selective_scan),
+    ),
 )
 
 
@@ -112,9 +174,14 @@ class RecordedCall(NamedTuple):
 
 
 class _Recorded(threading.local):
-    """The calls that this thread records; None while it records none."""
+    """What this thread records.
+
+    calls: of rules; None while it records none. before: the state of the layer whose rule comes
+    next, for rules that do not get it; None: there is none yet.
+    """
 
     calls: list[RecordedCall] | None = None
+    before: Tensor | None = None
 
 
 _thread = _Recorded()
@@ -128,7 +195,12 @@ def recording() -> Iterator[None]:
     try:
         yield
     finally:
-        _thread.calls = None
+        _thread.calls = _thread.before = None
+
+
+def show_state(before: Tensor | None) -> None:
+    """The state of the layer whose rule is called next in this thread."""
+    _thread.before = before
 
 
 def take_recorded() -> RecordedCall:
@@ -152,7 +224,7 @@ def record_rules(model: nn.Module) -> bool:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ModelError(
             f"model_type={kind!r}: layers of type 'linear_attention' are supported for gated delta "
-            "rules and Mamba-2 only (Qwen3.5, Kimi Linear, Nemotron-H, Granite 4)"
+            "rules, Mamba and Mamba-2 only (Qwen3.5, Kimi Linear, Jamba, Nemotron-H, Granite 4)"
         )
     with _install_lock:
         for module, rule in found:
@@ -161,25 +233,33 @@ def record_rules(model: nn.Module) -> bool:
 
 
 def _install(module: dict[str, Any], rule: StateRule) -> None:
-    again = module[rule.name]
-    if getattr(again, "_is_recordable", False):
+    if getattr(module[rule.name], "_is_recordable", False):
         return
+    again = rule.function or module[rule.name]
     for name in (rule.name, rule.single):
         if name is not None:
-            module[name] = _recordable(module[name], rule, again)
+            runs = again if name == rule.name else None
+            module[name] = _recordable(module[name], rule, again, runs)
 
 
 def _recordable(
-    function: Callable[..., Any], rule: StateRule, again: Callable[..., Any]
+    function: Callable[..., Any],
+    rule: StateRule,
+    again: Callable[..., Any],
+    runs: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
+    """``function``, whose calls are recorded as ones of ``again``.
+
+    runs: what runs then with the fitted call; None: the function itself, with its own.
+    """
+
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if _thread.calls is not None:
-            fitted = rule.fitted((args, kwargs))
-            _thread.calls.append(RecordedCall(rule, again, fitted))
-            if function is again:
-                args, kwargs = fitted
-        return function(*args, **kwargs)
+        if _thread.calls is None:
+            return function(*args, **kwargs)
+        fitted = rule.fitted((args, kwargs))
+        _thread.calls.append(RecordedCall(rule, again, fitted))
+        return function(*args, **kwargs) if runs is None else runs(*fitted[0], **fitted[1])
 
     recorded._is_recordable = True  # type: ignore[attr-defined]
     return recorded

@@ -16,7 +16,7 @@ from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.stock.state_rules import record_rules, recording, take_recorded
 from tests.models.tiny import build
 
-NAMES = ("qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1")
+NAMES = ("qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1", "mamba", "jamba")
 STEPS = st.lists(
     st.tuples(st.integers(1, 6), st.tuples(st.integers(0, 6), st.integers(0, 6))),
     min_size=1,
@@ -59,5 +59,5 @@ def test_rules_are_recorded_where_somebody_asks() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
     assert not record_rules(build("qwen3_next"))
-    with pytest.raises(ModelError, match="gated delta rules and Mamba-2 only"):
-        record_rules(build("mamba"))
+    with pytest.raises(ModelError, match="gated delta rules, Mamba and Mamba-2 only"):
+        record_rules(build("rwkv"))
