@@ -26,10 +26,11 @@ from benchmarks.gpu.subject import Subject, json_documents, load_subject
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
+from guided_spec.engine.options import Options
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.request import Job, Request, State
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.types import SamplingParams
 
 DOCUMENTS = 32

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from guided_spec.config import EngineConfig
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.options import Options
 from guided_spec.engine.process import EngineProcess
-from guided_spec.engine.setup import Options
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec

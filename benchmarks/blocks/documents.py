@@ -17,10 +17,11 @@ from benchmarks.blocks.clock import Clock
 from benchmarks.gpu.subject import Subject, json_documents
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
+from guided_spec.engine.options import Options
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.request import Job, Request, State
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.errors import GuidedSpecError
 from guided_spec.evaluate.measurement import WorkItem, measure_completions, valid_share
 from guided_spec.types import SamplingParams

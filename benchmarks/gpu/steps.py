@@ -18,10 +18,11 @@ from benchmarks.gpu.subject import (
     with_draft,
 )
 from guided_spec.config import EngineConfig
+from guided_spec.engine.options import Options
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.request import Job, Request, State
-from guided_spec.engine.setup import Options, Setup, plan_slots
+from guided_spec.engine.setup import Setup, plan_slots
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams

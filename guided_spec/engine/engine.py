@@ -15,16 +15,17 @@ import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import FinishedText, Proposer
+from guided_spec.engine.outputs import Load
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefixes import Prefixes
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.scheduler import Intake, Load, Scheduler
+from guided_spec.engine.scheduler import Intake, Scheduler
 from guided_spec.engine.slow_texts import SlowTexts
 from guided_spec.engine.steps.draft_length import ForwardTimes
 from guided_spec.engine.steps.in_flight import InFlight, Piece
 from guided_spec.engine.steps.planner import Planner
 from guided_spec.engine.steps.step_runner import StepRunner
-from guided_spec.engine.suspects import Suspects
+from guided_spec.engine.steps.suspects import Suspects
 from guided_spec.engine.target.pictures import PicturePlaces
 from guided_spec.engine.target.scores import score_rows, scored_length
 from guided_spec.engine.target.target import make_target

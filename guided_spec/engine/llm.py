@@ -35,6 +35,7 @@ from guided_spec.engine.outputs import (
     Chunk,
     Completion,
     Failures,
+    Load,
     Manner,
     OnError,
     Params,
@@ -61,7 +62,6 @@ from guided_spec.types import SamplingParams, sample_seed
 
 if TYPE_CHECKING:  # these load transformers: an LLM does so, not its import
     from guided_spec.engine.runner import Runner
-    from guided_spec.engine.scheduler import Load
     from guided_spec.grammar.pipeline import GrammarCompileQueue
     from guided_spec.grammar.vocabulary import Vocabulary
 

@@ -26,6 +26,22 @@ from guided_spec.types import SamplingParams, TokenLogprobs
 _LOG = logging.getLogger(__name__)
 
 
+class Load(NamedTuple):
+    """How busy an engine is.
+
+    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
+        a slot or of their grammar.
+    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model. The
+        prefix cache may hold text in the others until they are taken.
+    """
+
+    num_slots: int
+    running: int
+    waiting: int
+    num_blocks: int
+    used_blocks: int
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Counters of one request, final when it ends.

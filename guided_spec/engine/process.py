@@ -36,10 +36,12 @@ from guided_spec.bundled import named_model
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
 from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.options import Options, find_tokenizer
 from guided_spec.engine.outputs import (
     Chunk,
     Completion,
     Failures,
+    Load,
     Manner,
     OnError,
     Params,
@@ -49,8 +51,6 @@ from guided_spec.engine.outputs import (
 )
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.scheduler import Load
-from guided_spec.engine.setup import Options, find_tokenizer
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary

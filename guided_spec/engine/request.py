@@ -229,7 +229,7 @@ class Request:
     prompt_hash: of the tokens of its prompt.
     on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
         request: a circle of the two is left to the garbage collector.
-    num_trials: how often steps of it and others raised, see ``guided_spec.engine.suspects``.
+    num_trials: how often steps of it and others raised, see ``guided_spec.engine.steps.suspects``.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
+from guided_spec.engine.options import Options
+from guided_spec.engine.outputs import Load
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.scheduler import Load
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.target.pictures import PicturePlaces
@@ -18,22 +17,6 @@ from guided_spec.models.causal_lm import CausalLM
 BOUND_AT_ONCE = 8  # texts that get their grammars while a step runs: more would hold it up
 PICTURES_AT_ONCE = 1  # that are read before a step: running texts wait for more
 PATIENCE = 0.05  # seconds until somebody may have cancelled
-
-
-class Load(NamedTuple):
-    """How busy an engine is.
-
-    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
-        a slot or of their grammar.
-    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model. The
-        prefix cache may hold text in the others until they are taken.
-    """
-
-    num_slots: int
-    running: int
-    waiting: int
-    num_blocks: int
-    used_blocks: int
 
 
 class Scheduler:

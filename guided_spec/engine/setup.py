@@ -13,11 +13,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -28,6 +28,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
+from guided_spec.engine.options import Options, find_tokenizer
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
@@ -39,7 +40,6 @@ from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.kinds import require_kinds, require_known
 from guided_spec.masks.rows import launch_table_rows
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm, stock_lm
 from guided_spec.models.checkpoint import looks_local
@@ -56,7 +56,6 @@ from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
     check_size,
     end_of_text_ids,
-    load_tokenizer,
 )
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
 from guided_spec.ops.host import free_memory
@@ -68,7 +67,6 @@ from guided_spec.proposers import (
     require_proposer,
     resolve_auto,
 )
-from guided_spec.types import require_no_sampling
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
@@ -240,58 +238,7 @@ DEFAULT_PROPOSER = "chain:grammar_forced+auto"
 # as much as it brings, or more.
 CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 
-OF_LLM = ("model", "proposer", "draft", "engine", "engine_options")  # arguments of their own
 BUNDLED_HEADS = ("eagle3", "mtp", "dspark")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to load the model, and the engine's settings.
-
-    tokenizer: a hub id, a folder or a loaded tokenizer; None takes the model's own.
-    processor: likewise, of a model that reads pictures.
-    load: keyword arguments of ``guided_spec.models.loading.load_model``: device, dtype, device_map,
-        tp_plan, attn_implementation, quantization_config, revision, trust_remote_code. They are of
-        use for a model that is named, and refused for one that is loaded.
-    config: the engine's settings.
-    """
-
-    tokenizer: Any = None
-    processor: Any = None
-    load: dict[str, Any] = field(default_factory=dict)
-    config: EngineConfig = field(default_factory=EngineConfig)
-
-    LOAD_KINDS: ClassVar[dict[str, Any]] = {
-        "attn_implementation": str | dict[str, str],
-        "device": str | int | torch.device,
-        "device_map": str | dict[str, Any],
-        "dtype": str | torch.dtype,
-        "quantization_config": Any,
-        "revision": str,
-        "tp_plan": str | dict[str, str],
-        "trust_remote_code": bool,
-    }
-
-    @classmethod
-    def from_dict(cls, options: dict[str, Any]) -> Options:
-        """Sort keyword arguments into options.
-
-        Raises ConfigError for an unknown one, and for one that cannot be.
-        """
-        engine_names = {f.name for f in fields(EngineConfig)}
-        known = {*OF_LLM, "tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
-        for name, value in options.items():
-            if name not in known:
-                require_no_sampling(name, value)
-            require_known(name, value, known)
-        load = {n: options[n] for n in cls.LOAD_KINDS if options.get(n) is not None}
-        require_kinds(load, cls.LOAD_KINDS)
-        return cls(
-            tokenizer=options.get("tokenizer"),
-            processor=options.get("processor"),
-            load=load,
-            config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
-        )
 
 
 @dataclass(slots=True)
@@ -476,30 +423,6 @@ def _bundled_draft(proposer: str) -> str:
     """What the bundled target drafts with, by the names in a proposer's spec."""
     heads = [name for name in re.split("[:+]", proposer) if name in BUNDLED_HEADS]
     return bundled_asset(heads[0] if heads else "draft")
-
-
-def find_tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
-    """The one that ``options`` name, else the model's own. Raises ModelError.
-
-    model: a hub id, a folder, or a loaded model. reader: whose chat template takes the place of the
-        tokenizer's: that may have no places for pictures.
-    """
-    tokenizer = _tokenizer(model, options, reader)
-    if reader.chat_template is not None:
-        tokenizer.chat_template = reader.chat_template
-    return tokenizer
-
-
-def _tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:
-    tokenizer = options.tokenizer
-    if tokenizer is None and reader.tokenizer is not None:
-        return reader.tokenizer
-    if tokenizer is not None:
-        return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    if not isinstance(model, str | Path):
-        return load_tokenizer(model.config.name_or_path)
-    names = ("revision", "trust_remote_code")  # of the same repository
-    return load_tokenizer(model, **{n: options.load[n] for n in names if n in options.load})
 
 
 _WARM_PROMPT = 8  # tokens

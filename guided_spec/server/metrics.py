@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from guided_spec.engine.outputs import Chunk, Completion, RequestStats
-from guided_spec.engine.scheduler import Load
+from guided_spec.engine.outputs import Chunk, Completion, Load, RequestStats
 from guided_spec.grammar.spec import GrammarSpec
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

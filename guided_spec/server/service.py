@@ -11,9 +11,8 @@ from typing import Any, Literal, Protocol, Unpack
 from guided_spec.engine.chat import ChatOptions, ChatRequest
 from guided_spec.engine.chats.pictures import PictureRules
 from guided_spec.engine.chats.template import render_arguments
-from guided_spec.engine.outputs import Chunk, Completion, OnError, Params
+from guided_spec.engine.outputs import Chunk, Completion, Load, OnError, Params
 from guided_spec.engine.prompt import Message, Prompt, Prompts
-from guided_spec.engine.scheduler import Load
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.tools.formats import get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -28,7 +28,7 @@ from guided_spec import (
     errors,
 )
 from guided_spec.engine.chat import ChatOptions
-from guided_spec.engine.setup import Options
+from guided_spec.engine.options import Options
 from guided_spec.grammar.limits import GrammarLimits
 from tests.docs.pages import ROOT
 

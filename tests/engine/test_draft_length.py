@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from guided_spec import step
 from guided_spec.core import PromptPiece
+from guided_spec.engine.options import Options
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.engine.steps import draft_length, step_runner
 from guided_spec.engine.steps.draft_length import (
     PLAIN,

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from guided_spec.core import TargetModel
+from guided_spec.engine.options import Options
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.engine.steps.draft_length import PLAIN
 from guided_spec.engine.steps.in_flight import InFlight, Plan, StepInFlight
 from guided_spec.engine.steps.planner import Turns

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, QuantoConfig
 
 from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.setup import Options
+from guided_spec.engine.options import Options
 from guided_spec.errors import ConfigError
 from guided_spec.models.loading import load_model
 from guided_spec.types import SamplingParams

@@ -11,9 +11,10 @@ import torch
 
 from guided_spec.bundled import bundled_asset
 from guided_spec.engine import setup as warming
+from guided_spec.engine.options import Options
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
 from guided_spec.grammar.spec import GrammarSpec

@@ -17,11 +17,11 @@ from unittest import mock
 
 from guided_spec.engine import runner
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion
+from guided_spec.engine.options import Options
+from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, Load
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.runner import Wanted
-from guided_spec.engine.scheduler import Load
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.errors import RequestCancelledError
 from guided_spec.grammar import pipeline
 from guided_spec.masks.constraint import Constraint

@@ -15,9 +15,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks.mixed_traffic import counted
 from guided_spec.bundled import bundled_asset
 from guided_spec.engine import setup as warming
+from guided_spec.engine.options import Options
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.setup import Setup
 from guided_spec.grammar import pipeline
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs

@@ -24,11 +24,10 @@ from typing import Any
 from transformers import GenerationConfig
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine.outputs import RequestStats
+from guided_spec.engine.outputs import Load, RequestStats
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.runner import Wanted
-from guided_spec.engine.scheduler import Load
 from guided_spec.errors import (
     BudgetTooSmallError,
     ConfigError,
