@@ -13,6 +13,7 @@ from contextlib import suppress
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NEEDED = ("rich", "typer")
 SHORT = ("check", "generate", "trace")  # commands whose imports may take longer than their work
+UNCOLLECTED = (*SHORT, "serve")  # until ``collect_again``
 
 
 def run() -> None:
@@ -26,7 +27,7 @@ def run() -> None:
         sentence = f"guided-spec needs {missing}: pip install 'guided-spec[cli]'"
         raise SystemExit(sentence) from None
     is_short = sys.argv[1:2] and sys.argv[1] in SHORT
-    if is_short:  # nothing that torch and transformers import is garbage
+    if sys.argv[1:2] and sys.argv[1] in UNCOLLECTED:  # nothing that torch imports is garbage
         gc.disable()
     try:
         app()

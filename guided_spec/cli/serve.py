@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
+from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from guided_spec.cli import collect_again
 from guided_spec.cli.console import Verbose, stderr, working
 from guided_spec.cli.options import (
     OWN,
@@ -22,6 +25,7 @@ from guided_spec.kinds import require_one_of
 from guided_spec.server.limits import ServerLimits
 
 if TYPE_CHECKING:  # this loads torch
+    from guided_spec.grammar.isolation import Interpreter
     from guided_spec.server.service import ServerSettings
 
 _PACKAGES = ("fastapi", "httptools", "prometheus_client", "starlette", "uvicorn")
@@ -92,13 +96,43 @@ def _serve_own(
     if engine_options is not None:
         fix = "they are another engine's, as --engine vllm's; leave them out"
         raise ConfigError("--engine-options", engine_options, fix)
-    _require_packages()
-    from guided_spec.server.service import ServerSettings
+    arguments = load.arguments(**others)
+    with _bound(site) as sockets, engine_interpreter() as interpreter:
+        _require_packages()
+        from guided_spec.server.service import ServerSettings
 
-    own: dict[str, Any] = {"model_names": site.names, "api_keys": site.keys}
-    own["allowed_hosts"] = site.allowed_hosts
-    settings = ServerSettings(**own, **asdict(site.limits))
-    _serve(load, others, settings, site.host, site.port)
+        own: dict[str, Any] = {"model_names": site.names, "api_keys": site.keys}
+        own["allowed_hosts"] = site.allowed_hosts
+        settings = ServerSettings(**own, **asdict(site.limits))
+        _serve({**arguments, "interpreter": interpreter}, settings, site.host, sockets)
+
+
+@contextmanager
+def _bound(site: Site) -> Iterator[list[socket]]:
+    """Sockets at the address, before anything is loaded."""
+    from guided_spec.server.listening import bind, close
+
+    sockets = bind(site.host, site.port)
+    try:
+        yield sockets
+    finally:
+        close(sockets)
+
+
+@contextmanager
+def engine_interpreter() -> Iterator[Interpreter]:
+    """The engine's process: both import torch at the same time. It ends if anything is raised."""
+    from guided_spec.engine import PROGRAM
+    from guided_spec.grammar.isolation import start_interpreter
+
+    started = start_interpreter(PROGRAM)
+    try:
+        yield started
+    except BaseException:
+        started.process.kill()
+        started.process.wait()
+        started.connection.close()
+        raise
 
 
 def _serve_vllm(
@@ -153,22 +187,21 @@ def start_lines(llm: str, settings: ServerSettings, host: str, port: int) -> Ite
 
 
 def _serve(
-    load: ModelOptions, others: dict[str, Any], settings: ServerSettings, host: str, port: int
+    arguments: dict[str, Any], settings: ServerSettings, host: str, sockets: list[socket]
 ) -> None:
+    """arguments: of ``EngineProcess``."""
     from guided_spec.engine.process import EngineProcess, frozen_heap
     from guided_spec.server.app import serve as run_server
-    from guided_spec.server.listening import bind, close, listen
+    from guided_spec.server.listening import listen
 
-    sockets = bind(host, port)  # before the model is loaded
-    try:
-        with working("loading the model"):
-            llm = EngineProcess(**load.arguments(**others))
-        listen(sockets)  # who reads the address may connect at once
-        for line in start_lines(repr(llm), settings, host, sockets[0].getsockname()[1]):
-            stderr().print(line)
-        with llm, frozen_heap():
-            run_server(llm, settings, host, port, until=llm.ended, sockets=sockets)
-            if llm.ended.done():
-                llm.ended.result()  # raises why
-    finally:
-        close(sockets)
+    with working("loading the model"):
+        llm = EngineProcess(**arguments)
+    collect_again()
+    listen(sockets)  # who reads the address may connect at once
+    port = sockets[0].getsockname()[1]
+    for line in start_lines(repr(llm), settings, host, port):
+        stderr().print(line)
+    with llm, frozen_heap():
+        run_server(llm, settings, host, port, until=llm.ended, sockets=sockets)
+        if llm.ended.done():
+            llm.ended.result()  # raises why

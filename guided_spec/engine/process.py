@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Unpack
 from weakref import WeakValueDictionary
 
 from guided_spec.bundled import named_model
+from guided_spec.engine import PROGRAM
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
 from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.llm import LLM
@@ -52,7 +53,7 @@ from guided_spec.engine.outputs import (
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
-from guided_spec.grammar.isolation import start_interpreter
+from guided_spec.grammar.isolation import Interpreter, start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.home import Home, Homebound
 from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
@@ -61,7 +62,6 @@ from guided_spec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "from guided_spec.engine.process import serve; serve()"
 _STOP_SECONDS = 30.0  # to end by itself, once nobody needs it
 _TURN_SECONDS = 0.001
 _FEW = 64  # requests of which the ended ones may stay a while
@@ -135,11 +135,19 @@ class EngineProcess(Homebound):
     tokenizer, vocabulary, max_model_len, default_params: as those of ``LLM``.
     load: as it was a tenth of a second ago. ended: done when the process has ended, with a
         ModelError if ``close`` was not called; all requests fail then.
+    interpreter: one that ``start_interpreter`` has started with ``PROGRAM``: it imports what it
+        needs while its parent does. None starts one.
 
     Close it, or use it as a context manager. Raises what ``LLM`` raises.
     """
 
-    def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        interpreter: Interpreter | None = None,
+        **arguments: Any,
+    ) -> None:
         self.home = Home("EngineProcess")
         options = Options.from_dict(
             {n: v for n, v in arguments.items() if n not in ("proposer", "draft")}
@@ -149,7 +157,8 @@ class EngineProcess(Homebound):
                 fix = "a process of its own loads it: pass a hub id or a folder"
                 raise ConfigError(name, type(value).__name__, fix)
         level = logging.getLogger(_LOGGER).getEffectiveLevel()
-        self._child = _Child(_Start({"model": model, **arguments}, level))
+        start = _Start({"model": model, **arguments}, level)
+        self._child = _Child(start, interpreter or start_interpreter(PROGRAM))
         try:
             ready = self._child.await_ready()
             named, processor = named_model(model), options.processor
@@ -317,14 +326,14 @@ class _Child:
 
     load: Load
 
-    def __init__(self, start: _Start) -> None:
+    def __init__(self, start: _Start, interpreter: Interpreter) -> None:
         self.ended: Future[None] = Future()
         self._ready: Future[_Ready] = Future()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._submissions: dict[int, _Submission] = {}
         self._is_closed = False
-        self._process, self._connection = start_interpreter(_PROGRAM)
+        self._process, self._connection = interpreter
         self._outbox = Outbox(self._connection)
         self._outbox.put(start)
         self._reader = threading.Thread(target=self._read, name="guided-spec-inbox", daemon=True)
@@ -421,8 +430,15 @@ def serve() -> None:
     """The process's main program: an LLM, until the parent closes it or goes away."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
         signal.signal(number, signal.SIG_IGN)
+    import guided_spec.engine.runner  # noqa: F401  # the parent may not know yet what to load
+
+    gc.freeze()  # nothing that has been imported is garbage
+    gc.enable()
     with Connection(int(sys.argv[1])) as connection:
-        start = receive(connection)
+        try:
+            start = receive(connection)
+        except (EOFError, OSError):  # the parent has ended before it knew what to load
+            return
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)

@@ -231,7 +231,14 @@ class Workers:
             self._all.discard(worker)
 
 
-def start_interpreter(program: str, **options: Any) -> tuple[subprocess.Popen[bytes], Connection]:
+class Interpreter(NamedTuple):
+    """Another process, and the connection to it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+def start_interpreter(program: str, **options: Any) -> Interpreter:
     """A fresh interpreter that runs ``program``, and the connection to it.
 
     program: its ``sys.argv[1]`` is the file descriptor of its end. options: of ``Popen``.
@@ -249,7 +256,7 @@ def start_interpreter(program: str, **options: Any) -> tuple[subprocess.Popen[by
             stdin=subprocess.DEVNULL,
             **options,
         )
-    return process, ours
+    return Interpreter(process, ours)
 
 
 class _Worker:

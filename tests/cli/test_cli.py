@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,7 @@ def test_how_the_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) 
 
     for name in ("guided_spec.engine.llm.LLM", "guided_spec.engine.process.EngineProcess"):
         monkeypatch.setattr(name, load)
+    monkeypatch.setattr("guided_spec.cli.serve.engine_interpreter", nullcontext)
     given = {"generate": ["a"], "trace": ["a"], "eval": ["--data", "ultrachat"]}.get(command, [])
     assert run(command, *given).exit_code == 1
     assert run(command, *given, "--device-map", "auto", "--trust-remote-code").exit_code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
-from guided_spec.cli.serve import start_lines
+from guided_spec.cli.serve import engine_interpreter, start_lines
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.isolation import Interpreter
 from guided_spec.server.service import ServerSettings
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would be served: how to load the model, the settings, host and port."""
+    """What would be served: how to load the model, the settings, the host and its sockets."""
     calls: list[Any] = []
     monkeypatch.setattr("guided_spec.cli.serve._serve", lambda *given: calls.extend(given))
+    monkeypatch.setattr("guided_spec.cli.serve._bound", lambda site: nullcontext([site.port]))
+    monkeypatch.setattr("guided_spec.cli.serve.engine_interpreter", nullcontext)
     return calls
 
 
@@ -28,25 +33,24 @@ def serve(*arguments: str, **environment: str) -> Result:
 
 def test_defaults(started: list[Any]) -> None:
     assert serve().exit_code == 0
-    load, others, settings, host, port = started
+    arguments, settings, host, sockets = started
     assert settings == ServerSettings()
-    assert (host, port) == ("127.0.0.1", 8000)
-    assert load.model is None
-    assert others["max_batch_size"] is None
+    assert (host, sockets) == ("127.0.0.1", [8000])
+    assert not {"model", "max_batch_size"} & arguments.keys()
 
 
 def test_options(started: list[Any]) -> None:
     given = ["--model", "a/b", "-k", "3", "--port", "0", "--max-queue", "0", "--body-seconds", "2"]
     given += ["--kv-memory-bytes", "4096"]
     assert serve(*given, GUIDED_SPEC_API_KEY="one two").exit_code == 0
-    load, others, settings, _, port = started
-    assert others["kv_memory_bytes"] == 4096
-    assert (load.model, load.num_draft_tokens, port) == ("a/b", 3, 0)
+    arguments, settings, _, sockets = started
+    assert arguments["kv_memory_bytes"] == 4096
+    assert (arguments["model"], arguments["num_draft_tokens"], sockets) == ("a/b", 3, [0])
     expected: dict[str, Any] = {"model_names": ("a/b",), "api_keys": ("one", "two")}
     assert settings == ServerSettings(**expected, max_queue=0, body_seconds=2.0)
     started.clear()
     assert serve("--model", "a/b", "--served-model-name", "c", "--api-key", "k").exit_code == 0
-    assert (started[2].model_names, started[2].api_keys) == (("c",), ("k",))
+    assert (started[1].model_names, started[1].api_keys) == (("c",), ("k",))
 
 
 def test_mistakes(started: list[Any]) -> None:
@@ -149,3 +153,20 @@ def test_it_says_what_runs_and_where() -> None:
     quiet = replace(settings, playground=False)
     assert len(list(start_lines("LLM('m')", quiet, "::1", 8))) == 2
     assert len(list(start_lines("LLM('m')", settings, "::1", 0))) == 1  # the log says where
+
+
+def test_the_engines_process_ends_where_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started first, so that it imports what it needs meanwhile."""
+    monkeypatch.setattr("guided_spec.engine.PROGRAM", "import time; time.sleep(99)")
+    kept: list[Interpreter] = []
+
+    def fail() -> None:
+        with engine_interpreter() as started:
+            kept.append(started)
+            assert started.process.poll() is None
+            raise ConfigError("a", "b", "c")
+
+    with pytest.raises(ConfigError):
+        fail()
+    assert kept[0].process.poll() is not None
+    assert kept[0].connection.closed

@@ -59,8 +59,10 @@ print(json.dumps(loaded))
             (*MODEL_CODE, "accelerate", "llguidance", "transformers", "triton", "xgrammar"),
         ),
         ("command", (f"check {SCHEMA}",), (*MODEL_CODE, "triton")),
+        # The server's own process: the engine is in another one.
+        ("module", ("guided_spec.engine.process", "guided_spec.server.app"), MODEL_CODE),
     ],
-    ids=["commands", "modules", "an LLM", "check"],
+    ids=["commands", "modules", "an LLM", "check", "a server"],
 )
 def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...]) -> None:
     asked = json.dumps([heavy, kind, names])
@@ -100,7 +102,8 @@ guided_spec.cli.run()
         ("generate", "", "loading False working True exit"),
         ("check", "", "loading False working True exit"),
         ("generate", "a thread that works", "loading False working True thread exit apart"),
-        ("serve", "", "loading True working True exit apart"),
+        ("serve", "", "loading False working True exit"),
+        ("train", "", "loading True working True exit apart"),
     ],
 )
 def test_a_short_command_ends_at_once(command: str, thread: str, happened: str) -> None:

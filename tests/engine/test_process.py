@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.engine import PROGRAM
 from guided_spec.engine import process as processes
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import EngineProcess
 from guided_spec.errors import ConfigError, ModelError, OtherProcessError, UnsupportedSchemaError
+from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.trace.record import Trace
 from guided_spec.types import SamplingParams
@@ -40,9 +42,12 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "require
 @pytest.fixture(scope="module")
 def process() -> Iterator[EngineProcess]:
     logging.getLogger("guided_spec").setLevel(logging.INFO)
-    with EngineProcess(**OPTIONS) as made:
+    begun = start_interpreter(PROGRAM)  # as a server does, which imports the rest meanwhile
+    with EngineProcess(interpreter=begun, **OPTIONS) as made:
         logging.getLogger("guided_spec").setLevel(logging.NOTSET)
         yield made
+        assert begun.process.poll() is None
+    assert begun.process.poll() == 0
 
 
 async def chunks_of(llm: LLM | EngineProcess, *args: Any, **options: Any) -> list[Chunk]:
