@@ -14,6 +14,7 @@ from guided_spec.engine.outputs import (
     Completion,
     FinishReason,
     RequestStats,
+    RoutedExperts,
     warn_of_shortening,
 )
 from guided_spec.engine.target.routes import TextRoutes
@@ -435,9 +436,7 @@ class Request:
                 error is None and is_whole,
                 self._constrained_text(),
                 params.grammar,
-                self._trace(reason),
-                # The last token is not read, or would not be in steps of single tokens.
-                None if self.routes is None else self.routes.result(len(text.tokens) - 1),
+                *self._recorded(reason),
             )
         )
 
@@ -478,10 +477,14 @@ class Request:
             return reason == "stop" and self.job.params.grammar is None
         return not self._output.is_stopped and self.text.constraint.may_end()
 
-    def _trace(self, reason: FinishReason) -> Trace | None:
-        if self.trace is None:
-            return None
-        return self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
+    def _recorded(self, reason: FinishReason) -> tuple[Trace | None, RoutedExperts | None]:
+        trace = routed = None
+        if self.trace is not None:
+            trace = self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
+        if self.routes is not None:
+            # The last token is not read, or would not be in steps of single tokens.
+            routed = self.routes.result(len(self.text.tokens) - 1)
+        return trace, routed
 
     def _advance_marker(self, token_id: int) -> None:
         marker = self.job.marker

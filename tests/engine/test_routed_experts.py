@@ -28,7 +28,7 @@ from guided_spec.types import SamplingParams
 from tests.engine.test_run_ahead import running_ahead
 from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiers import examples
-from tests.tiny_llm import make_llm, near_copy, tiny_model
+from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
 KINDS = ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 FORMS = ["packed", "blocks", "stock", "few", "unpadded"]
@@ -116,7 +116,7 @@ def test_models_of_all_kinds(kind: str, proposer: str) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 @torch.inference_mode()
 def test_they_are_the_top_k_of_the_router_logits(kind: str) -> None:
-    model: Any = tiny_model(kind)
+    model: Any = build(kind, vocab_size=VOCAB_SIZE)  # the flag leaves hooks on it
     with make_llm(kind, "ngram") as llm:
         (output,) = llm.generate([PROMPTS[2]], ASKS)
     read = [*PROMPTS[2], *output.token_ids][:-1]
@@ -139,11 +139,11 @@ def closed() -> Iterator[None]:
     engine.cache_clear()
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(24))
 @given(
     st.sampled_from(["packed", "stock"]),
     st.sampled_from(["none", "draft_model"]),
-    st.sampled_from([(1, 1), (5, 3), (64, 5)]),
+    st.sampled_from([(1, 2), (9, 5)]),
     st.lists(
         st.tuples(
             st.integers(0, 3), st.integers(1, 12), st.booleans(), st.sampled_from([0.0, 1.0])
@@ -180,18 +180,14 @@ def test_texts_that_have_to_go_for_others(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Scheduler, "requeue", requeuing)
     model = tiny_model("qwen3_moe")
-    memory = 6 * BLOCK * kv_bytes_per_token(model)
+    memory = 4 * BLOCK * kv_bytes_per_token(model)
     params = [replace(one, max_tokens=64) for one in COMPANY]
     options = {"kernels": "packed", "max_model_len": 4 * BLOCK, "kv_memory_bytes": memory}
     for uses_cache in (True, False):
-        with make_llm(model_name(), "suffix", prefix_cache=uses_cache, **options) as llm:
+        with make_llm("qwen3_moe", "suffix", prefix_cache=uses_cache, **options) as llm:
             check_company(model, llm, params)
-        assert gone[0] > 1
+        assert gone[0] > 0
         gone[0] = 0
-
-
-def model_name() -> str:
-    return "qwen3_moe"
 
 
 def test_the_prefix_cache() -> None:
@@ -229,12 +225,12 @@ def test_halves_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_text_that_ends_within_its_draft() -> None:
     """What was accepted after its end is none of it."""
     model = tiny_model("mixtral")
-    with make_llm(model_of_pair := "mixtral", "draft_model", model, kernels="packed") as llm:
+    with make_llm("mixtral", "draft_model", model, kernels="packed") as llm:
         whole = llm.generate([PROMPTS[1]], ASKS)[0]
         for end in whole.token_ids[3:9]:
             params = replace(ASKS, stop_token_ids=[end])
             (output,) = llm.generate([PROMPTS[1]], params)
-            check(tiny_model(model_of_pair), PROMPTS[1], output.completions[0])
+            check(model, PROMPTS[1], output.completions[0])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "stock"])

@@ -55,8 +55,11 @@ class ExpertLayers(NamedTuple):
             return cls()
         known = cls(tuple(found), tuple(found.values()))
         recorder = ExpertRecorder(known)
-        with recorder.attached():
-            decoder(input_ids=torch.tensor([PROBE], device=model.device), use_cache=False)
+        try:
+            with recorder.attached():
+                decoder(input_ids=torch.tensor([PROBE], device=model.device), use_cache=False)
+        except Exception:  # of every class: a model that needs more runs, but is not recorded
+            return cls()
         top_k = recorder.common_top_k(len(PROBE))
         return cls() if top_k is None else known._replace(top_k=top_k)
 
@@ -103,6 +106,11 @@ class ExpertRecorder:
         chosen = self._flat()
         if chosen:
             self.rows = torch.cat([one.to(chosen[0].device) for one in chosen], -1).to(DTYPE)
+
+    def cut(self, num_rows: int, width: int) -> None:
+        """Keep the first ``width`` tokens of each of as many padded rows."""
+        assert self.rows is not None, "the forward comes before"
+        self.rows = self.rows.unflatten(0, (num_rows, -1))[:, :width].flatten(0, 1)
 
     def common_top_k(self, num_tokens: int) -> int | None:
         """Experts of a token; None where layers differ, or what was put is something else."""

@@ -103,8 +103,7 @@ class StockSlots:
         if self.axes is not None:
             arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
-            masks = self._masks.build(positions, plan.view, self.model.dtype)
-            arguments["attention_mask"] = masks
+            arguments["attention_mask"] = self._masks.build(positions, plan.view, self.model.dtype)
         with ExitStack() as stack:
             stack.enter_context(shape_free_kernels())
             if self.cache.has_linear_state:
@@ -113,9 +112,8 @@ class StockSlots:
             stack.enter_context(recording_experts(recorder))
             scores = self._run(arguments, inputs.counts, logits)
         states = _concatenate(captured, device)
-        if recorder is not None and recorder.rows is not None:
-            rows = recorder.rows.view(*token_ids.shape, -1)[:, :width]
-            recorder.rows = rows.flatten(0, 1)
+        if recorder is not None:
+            recorder.cut(len(token_ids), width)
         return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
 
     def _run(
