@@ -25,6 +25,7 @@ from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.types import SamplingParams
+from tests.cases import rotated
 from tests.engine.test_run_ahead import running_ahead
 from tests.models.tiny import build, kv_bytes_per_token
 from tests.tiers import examples
@@ -97,8 +98,18 @@ def check_company(model: Any, llm: Any, params: Sequence[SamplingParams] = COMPA
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize(("form", "kind"), rotated(FORMS, KINDS), indirect=["form"])
+def test_drafted_and_in_company(form: dict[str, Any], kind: str) -> None:
+    check_drafted(form, kind)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafted_and_in_company(kind: str, form: dict[str, Any]) -> None:
+def test_each_kind_in_each_form(form: dict[str, Any], kind: str) -> None:
+    check_drafted(form, kind)
+
+
+def check_drafted(form: dict[str, Any], kind: str) -> None:
     with make_llm(kind, "draft_model", near_copy(kind, 0.03), **form) as llm:
         assert check_company(tiny_model(kind), llm) > 0
 
