@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_725,  # 1,745 more: latents, experts in groups and on record, MTP, pictures, norms
+    "models": 12_735,  # 1,755 more: latents, experts in groups and on record, MTP, pictures, norms
     "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures

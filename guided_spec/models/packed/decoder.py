@@ -24,12 +24,7 @@ from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rota
 from guided_spec.models.pictures.embedding import deep_changes
 from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
-from guided_spec.models.stock.routed import (
-    DTYPE,
-    ExpertLayers,
-    ExpertRecorder,
-    recording_experts,
-)
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder, recording_experts
 from guided_spec.models.target import find_decoder, kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
 from guided_spec.ops.delta_rule import DeltaStates
@@ -187,16 +182,18 @@ class PackedDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
+        *,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
         """Launch each kernel of such a ``forward`` once: one layer of each kind has them all."""
         blocks = [self._blocks[at] for at in self._one_of_each]
         kept = [memory[at] for at in self._one_of_each]
-        with using_few_experts(self._config):
-            states, _ = self._through(blocks, token_ids, index, kept)
+        with using_few_experts(self._config), recording_experts(recorder):
+            states, _ = self._through(blocks, token_ids, index, kept, (), recorder)
+            if recorder is not None:
+                recorder.fill()
         if hidden_layers:
             torch.cat([states] * len(hidden_layers), -1)
-        if self.expert_layers:  # what an ``ExpertRecorder`` launches
-            torch.cat([token_ids.view(-1, 1)] * len(self.expert_layers.layers), -1).to(DTYPE)
 
     def _through(
         self,

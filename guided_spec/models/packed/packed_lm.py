@@ -352,26 +352,35 @@ class PackedLM:
         *,
         fits: bool,
         deepens: bool = False,
-        records: bool,
+        records: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """States, hidden states, and the ``ExpertRecorder.rows`` where it ``records`` any.
 
         Graphs always do: a request that asks for them comes when all are captured, and they are
         one small copy.
         """
-        recorder = ExpertRecorder(self.expert_layers) if records and self.expert_layers else None
+        recorder = self._recorder() if records else None
         where = self._where(width, inputs, fits=fits)
         fed = inputs["token_ids"], where, self.memory, layers
         output = self._decoder.forward(*fed, deepens=deepens, recorder=recorder)
         return output.states, output.hidden_states, None if recorder is None else recorder.rows
 
     def _launch_kinds(
-        self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool, records: bool
+        self,
+        width: int,
+        layers: tuple[int, ...],
+        inputs: Inputs,
+        *,
+        fits: bool,
+        records: bool = False,
     ) -> None:
         """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
-        del records  # its kernels are torch's
-        where = self._where(width, inputs, fits=fits)
-        self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
+        recorder = self._recorder() if records else None
+        fed = inputs["token_ids"], self._where(width, inputs, fits=fits), self.memory, layers
+        self._decoder.launch_kinds(*fed, recorder=recorder)
+
+    def _recorder(self) -> ExpertRecorder | None:
+        return ExpertRecorder(self.expert_layers) if self.expert_layers else None
 
     def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotIndex:
         size = len(inputs["token_ids"])

@@ -88,6 +88,11 @@ class ExpertRecorder:
         """What a router has chosen for one of the modules: integers [..., top_k]."""
         self._chosen.setdefault(experts, []).append(expert_ids)
 
+    def fill(self) -> None:
+        """Put what one module got for those that were not called, of layers that are left out."""
+        for experts in self._layers.modules:
+            self._chosen.setdefault(experts, next(iter(self._chosen.values())))
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, calls of the stock modules are recorded."""
