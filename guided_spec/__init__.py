@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Completion,
         RequestOutput,
         RequestStats,
+        RoutedExperts,
     )
     from guided_spec.errors import (
         BudgetTooSmallError,
@@ -108,6 +109,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "RequestStats",
+    "RoutedExperts",
     "SamplingParams",
     "TextCutShortError",
     "TokenLogprobs",
@@ -137,7 +139,7 @@ _NAMES = {
     "core": "DecodeBatch Proposer ProposerContext from_propose",
     "engine.chat": "ChatCompletion ChatOutput",
     "engine.llm": "LLM",
-    "engine.outputs": "ChoiceOutput Chunk Completion RequestOutput RequestStats",
+    "engine.outputs": "ChoiceOutput Chunk Completion RequestOutput RequestStats RoutedExperts",
     "grammar.backends.guarded": "check_grammar_backend",
     "grammar.backends.registry": "GRAMMAR_BACKENDS register_grammar_backend",
     "grammar.protocol": "CompiledGrammar GrammarBackend GrammarMatcher",

@@ -17,6 +17,7 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.hidden_states import HiddenStates
+from guided_spec.models.stock.routed import RoutedRows
 from guided_spec.ops.host import Download, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
@@ -47,6 +48,7 @@ class TargetOutput(NamedTuple):
     counts: [B] how many of the K + 1 tokens each row was read for; None for all.
     prompts: the hidden states of prompts that it read besides; None for none.
     num_before: [B] tokens of prompts that each row was read for besides; () for none.
+    routed: the experts of its tokens, for the target's ``commit``; None where nobody asks.
     """
 
     logits: Tensor
@@ -54,6 +56,7 @@ class TargetOutput(NamedTuple):
     counts: Sequence[int] | None = None
     prompts: HiddenStates | None = None
     num_before: Sequence[int] = ()
+    routed: RoutedRows | None = None
 
 
 @dataclass(slots=True)

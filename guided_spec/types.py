@@ -166,6 +166,8 @@ class SamplingParams:
     logprobs_mode: of which distribution: "raw" is the model's own, "masked" the one that the
         grammar leaves of it, "processed" the one that the token was drawn from.
     echo: the text begins with that of the prompt; stop strings are not searched in it.
+    return_routed_experts: report the experts of each token, of a model that has any; such a request
+        reads its whole prompt itself, and takes nothing from the prefix cache.
 
     Raises ConfigError for a value out of range.
     """
@@ -195,6 +197,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
+    return_routed_experts: bool = False
 
     def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Raise UnknownOptionError, with the nearest names, for a field that there is not."""
@@ -210,6 +213,7 @@ class SamplingParams:
         stops = _read_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         object.__setattr__(self, "stop_token_ids", stops)
         require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
+        require_switches(return_routed_experts=self.return_routed_experts)
         require_kind("complete", self.complete, bool | None)
         require_one_of("on_short", self.on_short, get_args(OnShort))
         require_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)

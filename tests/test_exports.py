@@ -18,7 +18,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PROMISED = {
     *("LLM", "SamplingParams", "GrammarSpec", "EngineConfig"),
-    *("RequestOutput", "Completion", "ChoiceOutput", "Chunk", "RequestStats"),
+    *("RequestOutput", "Completion", "ChoiceOutput", "Chunk", "RequestStats", "RoutedExperts"),
     *("TokenLogprobs", "TopLogprob", "ChatOutput", "ChatCompletion", "ToolCall"),
     *("Draft", "Accepted", "Noise", "rejection_sample"),
     *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext", "from_propose"),

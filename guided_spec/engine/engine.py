@@ -81,7 +81,7 @@ class Engine:
         known = (scheduler, model, self.target.states, layers)
         prefixes = Prefixes(*known, uses_cache=config.prefix_cache)
         self.pictures = pictures or PicturePlaces(None)
-        own = (scheduler, model, config.longest_draft, self.pictures)
+        own = (scheduler, model, config.longest_draft, self.pictures, self.target.routes)
         self._intake = Intake(*own, is_parallel=self._is_parallel)
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
         shared = (proposer, scheduler, prefixes, self._slow)
@@ -300,6 +300,7 @@ class Engine:
 
     def _release(self, slots: Sequence[int]) -> None:
         self.target.states.drop(slots)
+        self.target.routes.drop(slots)
         try:
             self.proposer.release(slots)
         except Exception as error:  # whose state it then mixes up, nobody knows

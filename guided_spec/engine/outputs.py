@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from guided_spec.engine.prompt import Prompt
 from guided_spec.errors import ConfigError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.spec import GrammarSpec
@@ -147,6 +150,25 @@ def _count(positions: list[int], length: int) -> None:
         positions[position] += 1
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class RoutedExperts:
+    """Which experts each token of a text went to.
+
+    experts: int16 [T, L, K], K experts a token in the order of the router. T is all tokens of the
+        prompt and the output but the last one, which nothing was computed of; fewer where an error
+        ended the text. As the target's forwards chose them: rejected drafts leave nothing.
+    layers: [L] the indices of the decoder layers that have experts, ascending.
+    """
+
+    experts: NDArray[np.int16]
+    layers: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutedExperts):
+            return NotImplemented
+        return self.layers == other.layers and np.array_equal(self.experts, other.experts)
+
+
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -167,6 +189,7 @@ class Completion(NamedTuple):
         before the marker of ``GrammarSpec.after``. "" where that was not reached.
     grammar: of the request.
     trace: of its steps; None if the call did not ask.
+    routed_experts: see ``SamplingParams.return_routed_experts``; None if the request did not ask.
     """
 
     text: str
@@ -179,6 +202,7 @@ class Completion(NamedTuple):
     answer: str = ""
     grammar: GrammarSpec | None = None
     trace: Trace | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def was_shortened(self) -> bool:
@@ -258,6 +282,11 @@ class RequestOutput(NamedTuple):
     def trace(self) -> Trace | None:
         """Of its steps; None if the call did not ask."""
         return self.completions[0].trace
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Of its tokens; None if the request did not ask."""
+        return self.completions[0].routed_experts
 
 
 class Chunk(NamedTuple):

@@ -46,8 +46,11 @@ class Prefixes:
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
-            found = self._model.start(text.slot, request.named[:-1], text.params.cache_salt)
-            if self._is_coming(request, found.known + BLOCK, reads):
+            named, routes = request.named[:-1], request.routes
+            if routes is not None:  # others read what it takes: their experts are not known
+                named = named[: routes.length]
+            found = self._model.start(text.slot, named, text.params.cache_salt)
+            if routes is None and self._is_coming(request, found.known + BLOCK, reads):
                 return False
             request.num_cached = found.taken
             if request.is_new:  # else it finds its own text, which had to go for others
@@ -93,10 +96,17 @@ class Prefixes:
                 self._share(source, request)
 
     def _share(self, source: Request, request: Request) -> bool:
-        """Copy a prompt; False where memory is short: the request then reads it itself."""
+        """Copy a prompt; False where memory is short: the request then reads it itself.
+
+        Or where it asks for experts that are not yet known.
+        """
         length = source.text.prompt_length - 1
         if not self._model.can_copy(length):
             return False
+        if request.routes is not None:
+            if source.routes is None or source.routes.length < length:  # they come with its step
+                return False
+            request.routes.copy(source.routes, length)
         self._model.copy_slot(source.text.slot, [request.text.slot], length)
         self._states.copy(source.text.slot, request.text.slot, request.fed)
         request.num_cached, request.text.prefill = length, source.text.prefill

@@ -14,8 +14,10 @@ from guided_spec.engine.outputs import (
     Completion,
     FinishReason,
     RequestStats,
+    RoutedExperts,
     warn_of_shortening,
 )
+from guided_spec.engine.target.routes import TextRoutes
 from guided_spec.errors import GrammarError, GuidedSpecError, TextCutShortError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.text.choice_tree import ChoiceTree, TokenRow
@@ -225,7 +227,7 @@ class Request:
     text: its tokens and constraint, and why it ended.
     fed: its tokens as the target reads them. named: as they are known by their content, see
         ``PicturePrompt``. Both are ``text.tokens`` where there are no pictures.
-    trace: its record so far; None where there is none.
+    trace: its record so far; None where there is none. routes: likewise, of its tokens' experts.
     prompt_hash: of the tokens of its prompt.
     on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
         request: a circle of the two is left to the garbage collector.
@@ -268,6 +270,7 @@ class Request:
         self._answer_at: int | None = len(job.echo) if job.marker is None else None
         self._marker_state = 0
         self.trace = job.traced and TraceRecorder(job.traced, job.params, vocabulary, job.marker)
+        self.routes = TextRoutes() if job.params.return_routed_experts else None
         self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
         self._sent_logprobs = 0
@@ -302,6 +305,8 @@ class Request:
     def has_prompt_of(self, other: Request) -> bool:
         """Whether the two prompts are the same, and others may share theirs with this one."""
         if self.prompt_hash != other.prompt_hash or not self.is_new:
+            return False
+        if self.routes is not None and other.routes is None:
             return False
         has_same_ids = self.job.prompt_ids == other.job.prompt_ids
         has_same_ids = has_same_ids and self.job.pictures == other.job.pictures
@@ -431,7 +436,7 @@ class Request:
                 error is None and is_whole,
                 self._constrained_text(),
                 params.grammar,
-                self._trace(reason),
+                *self._recorded(reason),
             )
         )
 
@@ -472,10 +477,14 @@ class Request:
             return reason == "stop" and self.job.params.grammar is None
         return not self._output.is_stopped and self.text.constraint.may_end()
 
-    def _trace(self, reason: FinishReason) -> Trace | None:
-        if self.trace is None:
-            return None
-        return self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
+    def _recorded(self, reason: FinishReason) -> tuple[Trace | None, RoutedExperts | None]:
+        trace = routed = None
+        if self.trace is not None:
+            trace = self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
+        if self.routes is not None:
+            # The last token is not read, or would not be in steps of single tokens.
+            routed = self.routes.result(len(self.text.tokens) - 1)
+        return trace, routed
 
     def _advance_marker(self, token_id: int) -> None:
         marker = self.job.marker

@@ -130,9 +130,15 @@ class EngineWorker:
         )
         self._thread.start()
         self.setup = self._built.result()
+        target = self.setup.engine.model
+        self._has_experts = bool(target.expert_layers)
+        self._model_type = target.config.model_type
 
     def require(self, job: Job) -> None:
-        """Nothing: this engine does all that a job can ask for."""
+        """Raise ConfigError for experts of a model that has none."""
+        if job.params.return_routed_experts and not self._has_experts:
+            fix = f"a {self._model_type} has no routers that can be recorded; leave it out"
+            raise ConfigError("return_routed_experts", job.params.return_routed_experts, fix)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they report through their own callbacks. Raises after ``close``."""

@@ -10,6 +10,7 @@ from itertools import islice
 
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.target.pictures import PicturePlaces
+from guided_spec.engine.target.routes import Routes
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
@@ -144,13 +145,14 @@ class Intake:
     """Admits requests whose grammars are compiled, while the model's KV cache has capacity.
 
     longest_draft: draft tokens of a text at most. is_parallel: whether several processes run the
-    model, which must admit the same requests at the same step. pictures: of the requests.
+    model, which must admit the same requests at the same step. pictures, routes: of the requests.
     """
 
     scheduler: Scheduler
     model: CausalLM
     longest_draft: int
     pictures: PicturePlaces
+    routes: Routes
     is_parallel: bool
 
     def admit(self) -> None:
@@ -169,6 +171,7 @@ class Intake:
                     continue
                 self.scheduler.admit(request)
                 self.pictures.begin(request)
+                self.routes.begin(request.text.slot, request.routes)
                 request.num_cached, request.is_begun = 0, False
                 request.stats.start()
 

@@ -18,6 +18,7 @@ from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.rope import growing_rope
 from guided_spec.models.slot_lm import SlotLM
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slot_trial import MissingRowError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.models.text_lm import TextLM
@@ -35,6 +36,7 @@ class CausalLM(Protocol):
     has_linear_state: whether going back needs ``save_states``.
     shares_prefixes: whether texts with the same beginning may have blocks in common.
     axes: the positions of texts with pictures, where they have three axes; else None.
+    expert_layers: those that choose experts which a forward can record.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,9 @@ class CausalLM(Protocol):
 
     @property
     def axes(self) -> SlotAxes | None: ...
+
+    @property
+    def expert_layers(self) -> ExpertLayers: ...
 
     @property
     def is_packed(self) -> bool: ...
@@ -67,12 +72,15 @@ class CausalLM(Protocol):
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """Feed the tokens, store their keys and values; never waits for the device.
 
         logits: of all tokens, of each row's last real one, or none.
         hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
             layers) the output of the last layer, and -1 that output after the final norm.
+        recorder: of ``expert_layers``; it has the experts afterwards, [B * T, ...], arbitrary at
+            padding.
 
         Call ``commit`` before the next forward. Raises ModelError for a layer that the model does
         not have.

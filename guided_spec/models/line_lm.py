@@ -16,6 +16,7 @@ from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.models.target import check_layers
 from guided_spec.ops.delta_rule import DeltaStates
@@ -71,6 +72,11 @@ class LineLM:
         return self._packed.runs_as
 
     @property
+    def expert_layers(self) -> ExpertLayers:
+        """See ``CausalLM``."""
+        return self._packed.expert_layers
+
+    @property
     def has_linear_state(self) -> bool:
         """Whether a layer keeps a linear state, not keys and values."""
         return bool(self._packed.states)
@@ -87,10 +93,11 @@ class LineLM:
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """The rows' own tokens in one line, spread over rows again; see ``CausalLM.forward``."""
         check_layers(hidden_layers, len(self._packed.memory))
-        return self._packed.forward(inputs, logits, hidden_layers)
+        return self._packed.forward(inputs, logits, hidden_layers, recorder)
 
     @torch.inference_mode()
     def forward_line(
@@ -99,12 +106,13 @@ class LineLM:
         rows: Rows,
         hidden_layers: tuple[int, ...] = (),
         overlapped: Callable[[], None] | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> LineOutput:
         """``forward`` of tokens int64 [N], those of ``rows`` in turn.
 
         See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
         """
-        return self._packed.forward_line(token_ids, rows, hidden_layers, overlapped)
+        return self._packed.forward_line(token_ids, rows, hidden_layers, overlapped, recorder)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

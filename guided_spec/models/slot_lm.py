@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SavedState
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 
@@ -86,6 +87,7 @@ class SlotLM(WithoutBlocks):
         trial = SlotTrial(self._slots)
         trial.check_stock()
         trial.leave()
+        self.expert_layers = ExpertLayers.of(model)
         self.axes = self._slots.axes
 
     @property
@@ -110,9 +112,10 @@ class SlotLM(WithoutBlocks):
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """One call of the model over padded rows; see ``CausalLM.forward``."""
-        return self._slots.forward(inputs, logits, hidden_layers)
+        return self._slots.forward(inputs, logits, hidden_layers, recorder=recorder)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int], counts: Sequence[int]) -> None:

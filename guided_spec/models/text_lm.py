@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from guided_spec.models.slot_lm import WithoutBlocks
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder, recording_experts
 from guided_spec.models.stock.slot_trial import (
     CheckedEmbeddings,
     errors_naming,
@@ -92,6 +93,7 @@ class TextLM(WithoutBlocks):
         token, state = _Trial(self).run()
         # Until the commit there are two caches of a text: before the forward, and behind it.
         self.kv_bytes_per_token, self.state_bytes_per_slot = 2 * token, 2 * state
+        self.expert_layers = ExpertLayers.of(model)
 
     @property
     def runs_as(self) -> str:
@@ -106,20 +108,28 @@ class TextLM(WithoutBlocks):
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """One call of the model for each row; see ``CausalLM.forward``."""
         rows = inputs.token_ids.tolist()
-        self._fed, found = [], []
+        self._fed, found, experts = [], [], []
         for slot, start, count, row in zip(
             inputs.slots, inputs.starts, inputs.counts, rows, strict=True
         ):
             text = self._texts[slot] if start else KeptText()
             assert text.length == start, "a text continues where it ended"
             text = self._caught_up(text)
-            scores, states, after = self._read(text, row[:count], logits, hidden_layers)
+            own = None if recorder is None else ExpertRecorder(self.expert_layers)
+            with recording_experts(own):
+                scores, states, after = self._read(text, row[:count], logits, hidden_layers)
             self._fed.append(_Fed(slot, text, row[:count], after))
             found.append((scores, states))
+            # What was read in front of them is known since they were first read.
+            experts.append(None if own is None or own.rows is None else own.rows[-count:])
         width = 1 if logits == "last" else len(rows[0])
+        padded = _padded(experts, len(rows[0]))
+        if recorder is not None and padded is not None:
+            recorder.rows = padded.flatten(0, 1)
         return SlotOutput(
             _padded([scores for scores, _ in found], width),
             _padded([states for _, states in found], len(rows[0])),

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -112,6 +113,30 @@ def test_graphs_of_many_kinds_are_captured_at_the_start(name: str, tmp_path: Pat
     with LLM(given, "ngram", tokenizer=tokenizer, max_model_len=256, max_batch_size=4) as llm:
         outputs = llm.generate(["a b c a b c", "1 2 3"], params)
     assert all(output.error is None for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_graphs_record_the_experts(name: str) -> None:
+    """Of few tokens as kernels choose them, of many as the stock modules do."""
+    tokenizer = load_tokenizer(bundled_asset("target"))
+    model = cast(Any, build_wide(name, vocab_size=len(tokenizer))).to(CUDA)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, return_routed_experts=True)
+    prompts = [[5 + at % 60 for at in range(count)] for count in (3, 40, 150)]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_model_len": 256, "max_batch_size": 4}
+    found = []
+    for kernels in ("stock", "auto"):
+        with LLM(model, "ngram", kernels=kernels, **options) as llm:
+            outputs = llm.generate(prompts, params)
+        assert [output.error for output in outputs] == [None] * len(prompts)
+        found.append(outputs)
+    for prompt, one, other in zip(prompts, *found, strict=True):
+        assert one.routed_experts is not None
+        assert other.routed_experts is not None
+        assert len(other.routed_experts.experts) == len(prompt) + 29
+        # Texts may part where tokens are equally likely, and experts where these are.
+        rows = (part.routed_experts.experts[: len(prompt)] for part in (one, other))
+        expected, recorded = (np.sort(part, -1) for part in rows)
+        assert (expected == recorded).mean() > 0.98
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
+from guided_spec.engine.target.routes import Routes
 from guided_spec.engine.target.rows import fed_rows, push_verified
 from guided_spec.models.hidden_states import HiddenStates
 from guided_spec.models.line_lm import LineLM
 from guided_spec.models.packed.packed_lm import LineOutput, Rows
+from guided_spec.models.stock.routed import RoutedRows
 from guided_spec.ops.host import to_device
 
 
@@ -65,9 +67,13 @@ class _Line(NamedTuple):
 
 
 class _LineRead(NamedTuple):
-    """A line's forward. prompts: the hidden states of its prompts, if any are captured."""
+    """A line's forward.
+
+    routed: as of ``TargetOutput``. prompts: the hidden states of its prompts, if any are captured.
+    """
 
     output: LineOutput
+    routed: RoutedRows | None
     prompts: HiddenStates | None = None
 
 
@@ -105,7 +111,8 @@ class ForwardAhead(NamedTuple):
         logits, hidden = self.output.logits, self.output.hidden_states
         index = to_device(rows, logits.device)
         kept = None if hidden is None else hidden[index]
-        return TargetOutput(logits[index], kept, [1] * len(rows))
+        routed = None if self.output.routed is None else self.output.routed.pick(rows)
+        return TargetOutput(logits[index], kept, [1] * len(rows), routed=routed)
 
 
 class LineTarget:
@@ -117,6 +124,7 @@ class LineTarget:
     def __init__(self, model: LineLM, layers: tuple[int, ...] = ()) -> None:
         self._model, self._layers = model, layers
         self.states = HiddenStates()
+        self.routes = Routes(model.expert_layers)
 
     @property
     def launches_at_once(self) -> bool:
@@ -142,6 +150,7 @@ class LineTarget:
         before = output.num_before or [0] * len(keep)
         fed = [[*map(sum, zip(many, before, strict=True))] for many in (keep, output.counts)]
         self._model.commit(*fed)
+        self.routes.push(output.routed, fed[0])
         if output.hidden_states is not None:
             push_verified(self.states, batch, keep, output.hidden_states)
 
@@ -171,7 +180,8 @@ class LineTarget:
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own, one after another in its line."""
         line = _Line.of(Rows((), (), ()), prompts)
-        self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
+        none = torch.empty(0, dtype=torch.int64, device=self._model.device)
+        self.routes.push(self._read_line(none, line).routed)
 
     def _read_apart(self, rows: Rows, prompts: Sequence[PromptPiece]) -> Sequence[PromptPiece]:
         """Read now what cannot be in one row with a draft; returns the other prompts.
@@ -204,7 +214,7 @@ class LineTarget:
             cuts = [total, total + batch * width] if is_ragged else [0, 0]
             picked, indices, mixed = index.tensor_split(cuts)
             fed = fed[picked] if is_ragged else fed
-        (states, hidden), prompts = self._read_line(fed, line, serve_mailbox)
+        (states, hidden), routed, prompts = self._read_line(fed, line, serve_mailbox)
         if own is not None:
             states, hidden = states[mixed], None if hidden is None else hidden[mixed]
         else:
@@ -215,7 +225,8 @@ class LineTarget:
         if hidden is not None:  # a copy: the next forward overwrites these
             hidden = hidden[indices] if is_ragged else hidden[:total].clone()
             hidden = hidden.view(batch, width, -1)
-        return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts, prompts)
+        found = (logits.view(batch, width, -1), hidden, rows.counts, prompts)
+        return TargetOutput(*found, routed=routed)
 
     def _read_line(
         self, token_ids: Tensor, line: _Line, serve_mailbox: Callable[[], None] | None = None
@@ -230,13 +241,16 @@ class LineTarget:
             token_ids = torch.cat([token_ids, read])
         if line.own is not None:
             token_ids = token_ids[to_device(line.order(), device)]
-        output = self._model.forward_line(token_ids, line.rows, self._layers, serve_mailbox)
+        recorder = self.routes.recorder(line.rows.slots)
+        fed = (token_ids, line.rows, self._layers, serve_mailbox, recorder)
+        output = self._model.forward_line(*fed)
+        routed = RoutedRows.of(recorder, line.rows)
         if output.hidden_states is None or not prompts:
-            return _LineRead(output)
+            return _LineRead(output, routed)
         # A copy: the next forward overwrites these, and a proposer reads them after it.
         hidden, found = output.hidden_states.clone(), HiddenStates()
         for piece, first in line.pieces():
             states = hidden[first : first + len(piece.token_ids)]
             for one in (found, self.states):
                 one.push(piece.slot, piece.start, piece.tokens, states)
-        return _LineRead(output, found)
+        return _LineRead(output, routed, found)

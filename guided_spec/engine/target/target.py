@@ -9,6 +9,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetModel, TargetOutput
 from guided_spec.engine.target.line_target import LineTarget
+from guided_spec.engine.target.routes import Routes
 from guided_spec.engine.target.slot_target import SlotTarget
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.hidden_states import HiddenStates
@@ -21,9 +22,11 @@ class Target(Protocol):
     """Verifies drafts and reads prompts.
 
     states: the hidden states that a proposer asked for, of what was read and committed.
+    routes: which texts ask for their experts; it gives these what was read and committed.
     """
 
     states: HiddenStates
+    routes: Routes
 
     @property
     def launches_at_once(self) -> bool:

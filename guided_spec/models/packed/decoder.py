@@ -8,7 +8,7 @@ can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from warnings import catch_warnings
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.packed.feed import Feed
 from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.pictures.embedding import deep_changes
 from guided_spec.models.rope import has_static_rope, has_whole_rope
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder, recording_experts
 from guided_spec.models.target import find_decoder, kind_of
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex, Window
 from guided_spec.ops.delta_rule import DeltaStates
@@ -61,7 +63,7 @@ class Layer(Protocol):
     memory: blocks of keys and values, or states, as the layer keeps one or the other.
     """
 
-    feed: Callable[[Tensor], Tensor]
+    feed: Feed
 
     def attend(
         self, states: Tensor, rotation: Rotation, memory: Any, index: SlotIndex
@@ -141,6 +143,7 @@ class PackedDecoder:
             )
         }
         self._one_of_each = sorted(kinds.values())
+        self.expert_layers = ExpertLayers.of(model)
 
     @classmethod
     def of(
@@ -157,16 +160,19 @@ class PackedDecoder:
         hidden_layers: Sequence[int] = (),
         *,
         deepens: bool = False,
+        recorder: ExpertRecorder | None = None,
     ) -> PackedOutput:
         """Feed N tokens and keep what layers keep of them; nothing waits for the host.
 
         token_ids: int64 [N] on the device. memory: [L] the layers' blocks, or their states.
         hidden_layers: as of ``CausalLM.forward``. deepens: whether layers add what they take of
-            pictures, see ``PictureEmbedding``, which are among the tokens.
+            pictures, see ``PictureEmbedding``, which are among the tokens. recorder: of the experts
+            that the layers choose.
         """
-        with using_few_experts(self._config):
+        with using_few_experts(self._config), recording_experts(recorder):
             deep = deep_changes(self._embed, token_ids) if deepens else []
-            states, inputs = self._through(self._blocks, token_ids, index, memory, deep)
+            given = (self._blocks, token_ids, index, memory, deep)
+            states, inputs = self._through(*given, recorder)
         captured = [states if layer < 0 else inputs[layer] for layer in hidden_layers]
         return PackedOutput(states, torch.cat(captured, -1) if captured else None)
 
@@ -176,12 +182,16 @@ class PackedDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
+        *,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
         """Launch each kernel of such a ``forward`` once: one layer of each kind has them all."""
         blocks = [self._blocks[at] for at in self._one_of_each]
         kept = [memory[at] for at in self._one_of_each]
-        with using_few_experts(self._config):
-            states, _ = self._through(blocks, token_ids, index, kept)
+        with using_few_experts(self._config), recording_experts(recorder):
+            states, _ = self._through(blocks, token_ids, index, kept, (), recorder)
+            if recorder is not None:
+                recorder.fill()
         if hidden_layers:
             torch.cat([states] * len(hidden_layers), -1)
 
@@ -192,6 +202,7 @@ class PackedDecoder:
         index: SlotIndex,
         memory: Sequence[LayerStates],
         deep: Sequence[Tensor] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The states after the last norm; and those before each block, and after the last one.
 
@@ -206,7 +217,7 @@ class PackedDecoder:
             inputs.append(residual)
             change, attended = layer.attend(normed, rotation, kept, index), norms.attended
             residual, normed = add_branch(change, residual, attended, norms.inner, factor)
-            change, then = layer.feed(normed), outer if at >= len(deep) else None
+            change, then = layer.feed(normed, recorder), outer if at >= len(deep) else None
             residual, normed = add_branch(change, residual, norms.fed, then, factor)
             if at < len(deep):
                 residual, normed = add_branch(deep[at], residual, None, outer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
 from guided_spec.models.stock.experts import REPLACED
+from guided_spec.models.stock.routed import ExpertRecorder
 from guided_spec.models.target import kind_of
 from guided_spec.ops.linear.experts import (
     Gating,
@@ -36,19 +37,29 @@ FUSED = "gate_up_proj"  # both in one
 ACTIVATIONS = ("act_fn", "activation_fn")
 
 
-def feed_of(mlp: Any) -> Callable[[Tensor], Tensor]:
+class Feed(Protocol):
+    """Normed states [N, H] to what an MLP or experts make of them, [N, H].
+
+    recorder: attached to the model, of which a router that does not run as a stock module tells it.
+    """
+
+    def __call__(self, states: Tensor, recorder: ExpertRecorder | None = None, /) -> Tensor: ...
+
+
+def feed_of(mlp: Any) -> Feed:
     """What computes a stock MLP, or experts: normed states [N, H] to their output [N, H]."""
     if _has_plain_projections(mlp):
         return _packed_mlp(mlp, _activation(mlp))
     return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
 
 
-def _packed_mlp(mlp: Any, activation: Any) -> Callable[[Tensor], Tensor]:
+def _packed_mlp(mlp: Any, activation: Any) -> Feed:
     gate_up, down = pack(_opening(mlp)), mlp.down_proj
     is_silu = isinstance(activation, type(ACT2FN["silu"]))
 
-    def feed(states: Tensor) -> Tensor:
+    def feed(states: Tensor, recorder: ExpertRecorder | None = None) -> Tensor:
         """Normed states [N, H] to the MLP's output [N, H]."""
+        del recorder  # it has no experts
         both = gate_up.product(states)
         if is_silu:
             opened = silu_mul_packed(both)
@@ -60,9 +71,10 @@ def _packed_mlp(mlp: Any, activation: Any) -> Callable[[Tensor], Tensor]:
     return feed
 
 
-def _stock_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
-    def feed(states: Tensor) -> Tensor:
+def _stock_mlp(mlp: Any) -> Feed:
+    def feed(states: Tensor, recorder: ExpertRecorder | None = None) -> Tensor:
         """States [N, H] to the MLP's output [N, H]; some MLPs return expert weights too."""
+        del recorder  # it sees the experts' own call
         found = mlp(states.unsqueeze(0))
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output.view(states.shape)
@@ -126,7 +138,7 @@ class PackedExperts:
         found = _projections(block)
         assert found is not None, "fits() comes before"
         self._opening, self._closing = found
-        self._shared: Callable[[Tensor], Tensor] | None = None
+        self._shared: Feed | None = None
         if _class_of(block) in GROUPED:
             has_shared = self._opening.shared is not None
             self._route, self._count = _grouped_router(block, has_shared=has_shared)
@@ -153,13 +165,15 @@ class PackedExperts:
         fits = is_known and is_plain and is_one_kind and _is_replaced(experts)
         return fits and _projections(block) is not None
 
-    def feed(self, states: Tensor) -> Tensor:
-        """Normed states [N, H] to the experts' output [N, H]."""
+    def feed(self, states: Tensor, recorder: ExpertRecorder | None = None) -> Tensor:
+        """Normed states [N, H] to the experts' output [N, H]; see ``Feed``."""
         if not self._are_few(states):
             # It must choose by itself: nothing but kernels may go by what a kernel chose, because
             # kernels that are compiled ahead choose anything.
             return self._feed_many(states)
         routes = self._route(states)
+        if recorder is not None:  # without the expert that all tokens take
+            recorder.put(self._experts, routes.experts[:, : self._count])
         opened = open_experts(states, routes.experts, self._opening, self._gating)
         found = close_experts(opened, routes, self._closing)
         return found if self._shared is None else found + self._shared(states)

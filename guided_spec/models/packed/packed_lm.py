@@ -22,6 +22,7 @@ from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables, index_
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
 from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
@@ -223,17 +224,24 @@ class PackedLM:
         """What computes, in words."""
         return self._decoder.runs_as
 
+    @property
+    def expert_layers(self) -> ExpertLayers:
+        """See ``CausalLM``."""
+        return self._decoder.expert_layers
+
     def forward_line(
         self,
         token_ids: Tensor,
         rows: Rows,
         layers: tuple[int, ...] = (),
         overlapped: Callable[[], None] | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> LineOutput:
         """Feed tokens int64 [N], those of ``rows`` in turn; nothing waits for the device.
 
-        token_ids: on the device or the host. layers: as of ``CausalLM.forward``. overlapped: as of
-        ``GraphPool.run``; without a graph it is left to be called later.
+        token_ids: on the device or the host. layers, recorder: as of ``CausalLM.forward``; what is
+        recorded is overwritten as the output is. overlapped: as of ``GraphPool.run``; without a
+        graph it is left to be called later.
 
         Raises ModelError where no blocks are free for the rows.
         """
@@ -256,26 +264,37 @@ class PackedLM:
         axes = self._tables.axes
         # Few forwards read pictures: they run launch by launch, and no graph adds zeros.
         deepens = axes is not None and axes.deepens(rows.slots, rows.starts)
+        is_alike = fits == shape.is_long and not deepens
+        has_graph = self._graphs is not None and self._graphs.has(shape.size) and is_alike
         body = partial(self._compute, shape.width, layers, fits=fits, deepens=deepens)
+        body = partial(body, records=has_graph or recorder is not None)
         if self._graphs is None:
-            states, hidden = body(upload(inputs, self._device))
+            states, hidden, experts = body(upload(inputs, self._device))
         else:
-            is_alike = fits == shape.is_long and not deepens
-            has_graph = self._graphs.has(shape.size) and is_alike
             key = (shape, layers) if has_graph else None
-            states, hidden = self._graphs.run(key, inputs, body, overlapped=overlapped)
+            states, hidden, experts = self._graphs.run(key, inputs, body, overlapped=overlapped)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
+        if recorder is not None and experts is not None:
+            recorder.rows = experts[:kept]
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 
     def forward(
-        self, inputs: SlotInputs, logits: LogitsKind, layers: tuple[int, ...] = ()
+        self,
+        inputs: SlotInputs,
+        logits: LogitsKind,
+        layers: tuple[int, ...] = (),
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """``forward_line`` of the rows' own tokens; see ``CausalLM.forward``."""
         token_ids, slots, starts, counts = inputs
         width = token_ids.shape[1]
         rows = Rows(slots, starts, [min(count, width) for count in counts])
         index = to_device(rows.token_index(width), token_ids.device)
-        (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
+        line, scores = (token_ids.flatten()[index], rows, layers, None, recorder), None
+        states, hidden = self.forward_line(*line)
+        if recorder is not None and recorder.rows is not None:
+            padded = to_device(rows.padded(width).flatten(), self._device)
+            recorder.rows = recorder.rows[padded]
         if logits == "last":
             last = to_device(np.maximum(np.cumsum(rows.counts) - 1, 0), self._device)
             scores = self.logits(states[last]).unsqueeze(1)
@@ -310,7 +329,7 @@ class PackedLM:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             key = (shape, layers) if graphs.has(size) else None
             body, kinds = (
-                partial(compute, shape.width, layers, fits=shape.is_long)
+                partial(compute, shape.width, layers, fits=shape.is_long, records=key is not None)
                 for compute in (self._compute, self._launch_kinds)
             )
             if graphs.prepare(key, inputs, body, kinds=kinds):
@@ -333,18 +352,35 @@ class PackedLM:
         *,
         fits: bool,
         deepens: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        records: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """States, hidden states, and the ``ExpertRecorder.rows`` where it ``records`` any.
+
+        Graphs always do: a request that asks for them comes when all are captured, and they are
+        one small copy.
+        """
+        recorder = self._recorder() if records else None
         where = self._where(width, inputs, fits=fits)
         fed = inputs["token_ids"], where, self.memory, layers
-        output = self._decoder.forward(*fed, deepens=deepens)
-        return output.states, output.hidden_states
+        output = self._decoder.forward(*fed, deepens=deepens, recorder=recorder)
+        return output.states, output.hidden_states, None if recorder is None else recorder.rows
 
     def _launch_kinds(
-        self, width: int, layers: tuple[int, ...], inputs: Inputs, *, fits: bool
+        self,
+        width: int,
+        layers: tuple[int, ...],
+        inputs: Inputs,
+        *,
+        fits: bool,
+        records: bool = False,
     ) -> None:
         """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
-        where = self._where(width, inputs, fits=fits)
-        self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
+        recorder = self._recorder() if records else None
+        fed = inputs["token_ids"], self._where(width, inputs, fits=fits), self.memory, layers
+        self._decoder.launch_kinds(*fed, recorder=recorder)
+
+    def _recorder(self) -> ExpertRecorder | None:
+        return ExpertRecorder(self.expert_layers) if self.expert_layers else None
 
     def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotIndex:
         size = len(inputs["token_ids"])

@@ -36,6 +36,7 @@ from guided_spec.models.pictures.embedding import PictureEmbedding
 from guided_spec.models.rope import has_static_rope
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.kv_cache import unscaled_length
+from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder, recording_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
 from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, Window, slot_attention
@@ -190,6 +191,7 @@ class StockDecoder:
         self._embed: nn.Module = stock.get_input_embeddings()
         self._has_axes = counts_axes(model)
         self._most = unscaled_length(model.config)
+        self.expert_layers = ExpertLayers.of(model)
 
     @classmethod
     @torch.inference_mode()
@@ -220,6 +222,7 @@ class StockDecoder:
         hidden_layers: Sequence[int] = (),
         *,
         deepens: bool = False,
+        recorder: ExpertRecorder | None = None,
     ) -> PackedOutput:
         """The states and hidden states of N tokens, see ``PackedDecoder.forward``."""
         if self._most is not None and len(token_ids) > self._most:
@@ -237,6 +240,7 @@ class StockDecoder:
             using_few_experts(self._config),
             attending(kept, index),
             capture_hidden(self._decoder, hidden_layers) as captured,
+            recording_experts(recorder),
         ):
             output: Any = self._decoder(
                 input_ids=token_ids.unsqueeze(0),

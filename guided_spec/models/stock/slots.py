@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
+from guided_spec.models.stock.routed import ExpertRecorder, recording_experts
 from guided_spec.models.stock.state_rules import record_rules, recording
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.models.transformers_version import cache_keyword
@@ -77,6 +78,7 @@ class StockSlots:
         *,
         view: int | None = None,
         has_masks: bool = True,
+        recorder: ExpertRecorder | None = None,
     ) -> SlotOutput:
         """One call of the stock modules over padded rows; see ``CausalLM.forward``.
 
@@ -101,15 +103,17 @@ class StockSlots:
         if self.axes is not None:
             arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
-            masks = self._masks.build(positions, plan.view, self.model.dtype)
-            arguments["attention_mask"] = masks
+            arguments["attention_mask"] = self._masks.build(positions, plan.view, self.model.dtype)
         with ExitStack() as stack:
             stack.enter_context(shape_free_kernels())
             if self.cache.has_linear_state:
                 stack.enter_context(recording())
             captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
+            stack.enter_context(recording_experts(recorder))
             scores = self._run(arguments, inputs.counts, logits)
         states = _concatenate(captured, device)
+        if recorder is not None:
+            recorder.cut(len(token_ids), width)
         return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
 
     def _run(

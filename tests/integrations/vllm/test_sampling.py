@@ -61,6 +61,7 @@ def job(words: tuple[tuple[int, ...], ...] = (), **params: Any) -> Job:
         (job(logprobs=1, grammar=LETTERS), PLAIN, "pass 'masked'"),
         (job(logprobs=1, logprobs_mode="processed"), PLAIN, "pass 'raw'"),
         (job(logprobs=1), PROCESSED, "pass 'processed'"),
+        (job(return_routed_experts=True), PLAIN, "return_routed_experts=True: under engine='vllm'"),
         (job()._replace(traced=TraceSource("none", "rejection")), PLAIN, "trace=True"),
     ],
 )

@@ -439,11 +439,14 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
     assert not torch.equal(draft_greedily(packed, found.vocabulary, slots, 5), walk)
 
 
+@pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [("llama", 1), ("gemma3", 2), ("qwen3_next", 2), ("gpt_oss", 2), ("deepseek_v3", 2)],
 )
-def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -> None:
+def test_one_layer_of_each_kind_does_all_that_layers_do(
+    name: str, kinds: int, *, records: bool
+) -> None:
     """A graph is captured behind it: what is not loaded then would be loaded in the capture."""
 
     def calls(compute: Callable[[], object]) -> set[Any]:
@@ -469,7 +472,7 @@ def test_one_layer_of_each_kind_does_all_that_layers_do(name: str, kinds: int) -
     with torch.inference_mode():
         rows.grow(packed._tables)
         both = [
-            calls(partial(compute, 3, (1,), inputs, fits=False))
+            calls(partial(compute, 3, (1,), inputs, fits=False, records=records))
             for compute in (packed._compute, packed._launch_kinds)
         ]
     assert both[0] == both[1]

@@ -134,6 +134,7 @@ LEFT_OUT: dict[str, Any] = {
     "ignore_eos": True,
     "complete": False,
     "on_short": "error",
+    "return_routed_experts": True,
 }
 OTHERWISE: dict[str, Any] = {
     "temperature": 0.5,
