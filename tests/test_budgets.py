@@ -13,13 +13,13 @@ PACKAGE = Path(guided_spec.__file__).parent
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
     "cli": 2_185,  # 235 more: messages name options, images, quick ends, vLLM in bench
-    "engine": 7_835,  # 1,385 more: switches, templates, refusals, pictures, halves, all steps read
+    "engine": 7_890,  # 1,440 more: switches, refusals, whole pictures, halves, all steps read
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_475,  # 1,495 more: latents, experts in groups, MTP, pictures, norms of any place
-    "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
+    "models": 12_650,  # 1,670 more: latents, groups of experts, MTP, pictures both ways, norms
+    "ops": 8_490,  # 920 more: latent and two-way attention, experts, axes, norms, kernels
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures
     "trace": 785,  # 25 more: axes with numbers

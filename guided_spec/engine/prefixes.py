@@ -46,9 +46,13 @@ class Prefixes:
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
-            found = self._model.start(text.slot, request.named[:-1], text.params.cache_salt)
+            salt, known = text.params.cache_salt, request.named[:-1]
+            found = self._model.start(text.slot, known, salt)
             if self._is_coming(request, found.known + BLOCK, reads):
                 return False
+            for span in reversed(request.spans):  # what is in one may depend on all of it
+                if span.start < found.taken < span.stop:
+                    found = self._model.start(text.slot, known[: span.start], salt)
             request.num_cached = found.taken
             if request.is_new:  # else it finds its own text, which had to go for others
                 request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)

@@ -16,6 +16,7 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.rope import growing_rope
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.slot_trial import MissingRowError
@@ -35,6 +36,7 @@ class CausalLM(Protocol):
     has_linear_state: whether going back needs ``save_states``.
     shares_prefixes: whether texts with the same beginning may have blocks in common.
     axes: the positions of texts with pictures, where they have three axes; else None.
+    spans: where pictures are read in both directions, those of the texts; else None.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,9 @@ class CausalLM(Protocol):
 
     @property
     def axes(self) -> SlotAxes | None: ...
+
+    @property
+    def spans(self) -> SlotSpans | None: ...
 
     @property
     def is_packed(self) -> bool: ...

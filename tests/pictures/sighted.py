@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from guided_spec.engine.llm import LLM
+from tests.models.tiny import GEMMA
 from tests.tiny_llm import CORPUS, tiny_tokenizer
 
 TEMPLATE = """\
@@ -136,7 +137,7 @@ def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
     for name, one in model.named_parameters():
-        if "newline" in name:
+        if "newline" in name or "mm_input_projection" in name:  # else zeros
             one.data.normal_(0, 0.5)
     return Sighted(model, processor)
 
@@ -181,11 +182,15 @@ def _tokenizer(image: str) -> Any:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
+    gemma = {"boi": "<img>", "eoi": "</img>"}
+    if image == "<img>":  # else a processor takes it for its own
+        gemma["image"] = "<IMG_CONTEXT>"
     for name, token_id, text in (
         ("start_image_token", "start_image_token_id", "<img>"),
         ("end_image_token", "end_image_token_id", "</img>"),
         ("context_image_token", "context_image_token_id", "<IMG_CONTEXT>"),
         ("video_token", "video_token_id", "<video>"),
+        *((f"{name}_token", f"{name}_token_id", text) for name, text in gemma.items()),
     ):
         setattr(tokenizer, name, text)
         setattr(tokenizer, token_id, tokenizer.convert_tokens_to_ids(text))
@@ -194,7 +199,7 @@ def _tokenizer(image: str) -> Any:
 
 def _processor(family: str) -> Any:
     tokenizer = _tokenizer(
-        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "gemma3": "<img>"}.get(family, "<image>")
     )
     template = {"chat_template": tokenizer.chat_template}
     size = {"height": 16, "width": 16}
@@ -221,7 +226,17 @@ def _processor(family: str) -> Any:
             num_additional_image_tokens=1,
             **template,
         )
+    if family == "gemma3":
+        images = transformers.Gemma3ImageProcessorPil(size=size)
+        return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16, **template)
+    return _like(family, tokenizer)
+
+
+def _like(family: str, tokenizer: Any) -> Any:
+    """Those that need torchvision."""
+    images: Any
     if family == "internvl":
+        size = {"height": 16, "width": 16}
         images = transformers.GotOcr2ImageProcessorPil(size=size, max_patches=3)
         return InternVLLike(images, tokenizer)
     if family.startswith("qwen"):
@@ -324,6 +339,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": QWEN3,
     "qwen3_vl_moe": {**QWEN3, "text_config": {**QWEN3["text_config"], **EXPERTS}},
+    "gemma3": {  # a picture is wider than the window
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "text_config": {**GEMMA, "layer_types": [*GEMMA["layer_types"][:3]]},
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+    },
     "qwen3_5": HYBRID,
     "qwen3_5_moe": {**HYBRID, "text_config": {**HYBRID["text_config"], **EXPERTS}},
 }
@@ -331,7 +352,7 @@ NAMES = {
     **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava", "llava_next": "LlavaNext"},
     **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
     **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
-    **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
+    **{"gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
 }
 FAMILIES = tuple(OWN)
 
@@ -339,7 +360,8 @@ FAMILIES = tuple(OWN)
 def _config(family: str, vocab_size: int, processor: Any) -> Any:
     own = OWN[family]
     text = {**TEXT, "vocab_size": vocab_size, **own["text_config"]}
-    image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    shown = "<IMG_CONTEXT>" if family == "gemma3" else processor.image_token
+    image_token_id = processor.tokenizer.convert_tokens_to_ids(shown)
     given = {**own, "text_config": text, "image_token_id": image_token_id, "pad_token_id": 0}
     return getattr(transformers, f"{NAMES[family]}Config")(**given)
 

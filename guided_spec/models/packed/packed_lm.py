@@ -21,10 +21,17 @@ from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables, index_over
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
-from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
+from guided_spec.ops.attention.slot_attention import (
+    NONE_AHEAD,
+    Ahead,
+    KeyValues,
+    SharedPositions,
+    SlotIndex,
+)
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 
@@ -198,7 +205,7 @@ class PackedLM:
     memory: the layers' blocks, or states, which must stay where they are. tables: which slot has
         which blocks.
     width: about how many tokens a row has, where graphs are captured.
-    graphs: None runs without.
+    graphs: None runs without. spans: see ``CausalLM``.
     """
 
     def __init__(
@@ -209,8 +216,9 @@ class PackedLM:
         *,
         width: int = 1,
         graphs: GraphPool | None = None,
+        spans: SlotSpans | None = None,
     ) -> None:
-        self._decoder = decoder
+        self._decoder, self._spans = decoder, spans
         self.memory = tuple(memory)
         self.key_values = tuple(one for one in memory if isinstance(one, KeyValues))
         self.states = tuple(one for one in memory if isinstance(one, DeltaStates))
@@ -256,11 +264,12 @@ class PackedLM:
         axes = self._tables.axes
         # Few forwards read pictures: they run launch by launch, and no graph adds zeros.
         deepens = axes is not None and axes.deepens(rows.slots, rows.starts)
-        body = partial(self._compute, shape.width, layers, fits=fits, deepens=deepens)
+        ahead = NONE_AHEAD if self._spans is None else self._spans.fed(*rows)
+        body = partial(self._compute, shape.width, layers, fits=fits, deepens=deepens, ahead=ahead)
         if self._graphs is None:
             states, hidden = body(upload(inputs, self._device))
         else:
-            is_alike = fits == shape.is_long and not deepens
+            is_alike = fits == shape.is_long and not (deepens or ahead.spans)
             has_graph = self._graphs.has(shape.size) and is_alike
             key = (shape, layers) if has_graph else None
             states, hidden = self._graphs.run(key, inputs, body, overlapped=overlapped)
@@ -333,8 +342,9 @@ class PackedLM:
         *,
         fits: bool,
         deepens: bool = False,
+        ahead: Ahead = NONE_AHEAD,
     ) -> tuple[Tensor, Tensor | None]:
-        where = self._where(width, inputs, fits=fits)
+        where = self._where(width, inputs, fits=fits, ahead=ahead)
         fed = inputs["token_ids"], where, self.memory, layers
         output = self._decoder.forward(*fed, deepens=deepens)
         return output.states, output.hidden_states
@@ -346,9 +356,11 @@ class PackedLM:
         where = self._where(width, inputs, fits=fits)
         self._decoder.launch_kinds(inputs["token_ids"], where, self.memory, layers)
 
-    def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotIndex:
+    def _where(
+        self, width: int, inputs: Inputs, *, fits: bool, ahead: Ahead = NONE_AHEAD
+    ) -> SlotIndex:
         size = len(inputs["token_ids"])
         lines, shared = split_index(inputs["index"], size), None
         if "shared" in inputs:
             shared = SharedPositions(*split_index(inputs["shared"], size))
-        return index_over(self._tables, *lines, width, shared=shared, fits=fits)
+        return index_over(self._tables, *lines, width, shared=shared, fits=fits, ahead=ahead)

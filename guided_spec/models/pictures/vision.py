@@ -21,25 +21,30 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from guided_spec.errors import ModelError
-from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.attention import MaskBuilder
+from guided_spec.models.pictures.embedding import PictureEmbedding, SeesAhead
 from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.pictures.spans import SlotSpans
+from guided_spec.models.stock.kv_cache import read_layers
 from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
 
 
 class _Family(NamedTuple):
-    """How a family of causal attention is taken apart.
+    """How a family is taken apart.
 
     language: the name of its language model in ``model.model``. headed: where positions have three
     axes, what puts an output head on that; else None. is_deep: whether its first layers take
-    features too.
+    features too. sees_ahead: in which layers a picture is read in both directions.
     """
 
     language: str = "language_model"
     headed: Any = None
     is_deep: bool = False
+    sees_ahead: SeesAhead = "never"
 
 
 SERVED = {
@@ -55,19 +60,22 @@ SERVED = {
     "qwen3_vl_moe": _Family(headed=Qwen3ForCausalLM, is_deep=True),
     "qwen3_5": _Family(headed=Qwen3_5ForCausalLM),
     "qwen3_5_moe": _Family(headed=Qwen3_5MoeForCausalLM),
+    "gemma3": _Family(sees_ahead="always"),
 }
 """By model_type: the families whose pictures are read."""
 
 _BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "it was loaded without its vision tower"),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
+_TABLES = (nn.Embedding, Gemma3TextScaledWordEmbedding)
 _TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
-_PROBE = (1, 2, 3, 5)  # token ids
+_PROBE = (1, 2, 3, 5, 6, 7)  # token ids
+_PROBED_SPANS = (range(1, 3), range(4, 6))  # where pictures would be
 
 
 class SplitModel(NamedTuple):
@@ -130,12 +138,29 @@ def _refusal(config: Any) -> str:
 
 @torch.inference_mode()
 def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
-    """Compare the two for a few tokens of text."""
+    """Compare the two for a few tokens: of text, and read as pictures are."""
     whole: Any = model
     part: Any = language
     ids = torch.tensor([_PROBE], device=model.device)
     own, found = (one(input_ids=ids, use_cache=False).logits[0] for one in (whole, part))
     require_close(model, [found], [own], "of its language model alone")
+    spans = SlotSpans.of(language)
+    if spans is not None:
+        spans.put(0, _PROBED_SPANS)
+        types, windows = read_layers(language.config)
+        at, ahead = (
+            torch.arange(len(_PROBE), device=ids.device)[None],
+            spans.fed([0], [0], [len(_PROBE)]),
+        )
+        masks = MaskBuilder(language.config, types, windows).build(
+            at, len(_PROBE), model.dtype, ahead
+        )
+        kinds = torch.zeros_like(ids)
+        for span in _PROBED_SPANS:
+            kinds[0, span.start : span.stop] = 1
+        own = whole(input_ids=ids, token_type_ids=kinds, use_cache=False).logits[0]
+        found = part(input_ids=ids, attention_mask=masks, use_cache=False).logits[0]
+        require_close(model, [found], [own], "where it reads in both directions")
 
 
 def _language_of(
@@ -143,7 +168,7 @@ def _language_of(
 ) -> tuple[PreTrainedModel, PictureEmbedding]:
     decoder = getattr(model.model, family.language)
     stock = decoder.get_input_embeddings()
-    if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
+    if type(stock) not in _TABLES or not stock.weight.is_floating_point():
         raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
     text_config = decoder.config
     with torch.device("meta"):
@@ -157,6 +182,7 @@ def _language_of(
     own._modules = dict(decoder._modules)
     tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
     table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
+    table.sees_ahead = family.sees_ahead
     if family.is_deep:
         table.deepen(len(model.config.vision_config.deepstack_visual_indexes))
     if tied:
