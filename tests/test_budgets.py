@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_460,  # 675 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_650,  # 1,670 more: latents, groups of experts, MTP, pictures both ways, norms
+    "models": 12_680,  # 1,700 more: latents, groups of experts, MTP, pictures both ways, norms
     "ops": 8_490,  # 920 more: latent and two-way attention, experts, axes, norms, kernels
     "proposers": 3_250,
     "server": 5_180,  # 270 more: usual fields of clients, faults of inner fields, room for pictures

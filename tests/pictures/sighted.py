@@ -74,6 +74,11 @@ HYBRID: dict[str, Any] = {
         "rope_parameters": {**AXES, "partial_rotary_factor": 0.5},
     },
 }
+GEMMA4: dict[str, Any] = {  # it sees ahead in layers with a window alone
+    **{**GEMMA, "global_head_dim": 8, "tie_word_embeddings": False},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "use_bidirectional_attention": "vision",
+}
 GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -112,7 +117,7 @@ class Sighted:
             add_special_tokens=False,
         )
         model: Any = self.model
-        if self.model.config.model_type.startswith("qwen"):
+        if self.model.config.model_type.startswith(("qwen", "gemma4")):
             is_picture = inputs["input_ids"] == self.model.config.image_token_id
             inputs = {**inputs, "mm_token_type_ids": is_picture.int()}
         found = model.generate(
@@ -239,6 +244,11 @@ def _like(family: str, tokenizer: Any) -> Any:
         size = {"height": 16, "width": 16}
         images = transformers.GotOcr2ImageProcessorPil(size=size, max_patches=3)
         return InternVLLike(images, tokenizer)
+    if family == "gemma4":
+        images = transformers.Gemma4ImageProcessorPil(
+            patch_size=4, max_soft_tokens=70, do_resize=False
+        )
+        return Gemma4Like(images, tokenizer)
     if family.startswith("qwen"):
         images = transformers.Qwen2VLImageProcessorPil(
             patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
@@ -296,6 +306,18 @@ class QwenLike(InternVLLike):
         return {"pixel_values": found["pixel_values"], "image_grid_thw": grids, "shown": shown}
 
 
+class Gemma4Like(InternVLLike):
+    image_token = "<image>"
+
+    def process(self, images: list[Any]) -> dict[str, Any]:
+        small = [one.resize((48, 36)) for one in images]  # its own way takes 64 tokens at least
+        found = self.image_processor(small, return_tensors="pt")
+        counts = [int(count) for count in found["num_soft_tokens_per_image"]]
+        shown = [f"<img>{self.image_token * count}</img>" for count in counts]
+        places = found["image_position_ids"]
+        return {"pixel_values": found["pixel_values"], "image_position_ids": places, "shown": shown}
+
+
 IDEFICS3 = {
     "vision_config": VISION,
     "text_config": {"model_type": "llama", "tie_word_embeddings": True},
@@ -345,6 +367,15 @@ OWN: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 16,
         "tie_word_embeddings": False,
     },
+    "gemma4": {  # with another table of tokens
+        "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2},
+        "text_config": {
+            **GEMMA4,
+            **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 512},
+        },
+        "audio_config": None,
+        "tie_word_embeddings": False,
+    },
     "qwen3_5": HYBRID,
     "qwen3_5_moe": {**HYBRID, "text_config": {**HYBRID["text_config"], **EXPERTS}},
 }
@@ -352,7 +383,8 @@ NAMES = {
     **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava", "llava_next": "LlavaNext"},
     **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
     **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
-    **{"gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
+    **{"gemma3": "Gemma3", "gemma4": "Gemma4"},
+    **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
 }
 FAMILIES = tuple(OWN)
 

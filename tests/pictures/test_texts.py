@@ -22,7 +22,7 @@ from tests.pictures.sighted import FAMILIES, ask, picture, sighted
 LENGTH = 12
 HYBRIDS = ("qwen3_5",)  # keep a state in some layers, so that no prefix is shared
 AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRIDS)
-SOME = ("internvl", "qwen2_vl", "qwen3_vl", "gemma3")
+SOME = ("internvl", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4")
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 CAT, DOG = picture(1, (24, 16)), picture(2, (16, 32))
 TWO = ask("the cat", CAT, "and the dog", DOG, "What is it?")
@@ -57,7 +57,7 @@ def test_texts_are_those_of_transformers(family: str) -> None:
     ("family", "kernels"),
     [
         *(("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "stock")),
-        *((family, "packed") for family in (*AXES, "gemma3")),
+        *((family, "packed") for family in (*AXES, "gemma3", "gemma4")),
     ],
 )
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "chain:grammar_forced+ngram"])

@@ -79,6 +79,18 @@ class PictureEmbedding(nn.Embedding):
             self.deep[index] = features[:, 1:].to(self.deep)
 
 
+class WithoutPictures(nn.Module):
+    """Another table of the same tokens, in which every picture's row is that of ``padding``."""
+
+    def __init__(self, table: nn.Module, pictures: PictureEmbedding, padding: int) -> None:
+        super().__init__()
+        self._table, self._num_tokens, self._padding = table, pictures.num_tokens, padding
+
+    def forward(self, token_ids: Tensor) -> Any:
+        """int64 [...] to what the table gives."""
+        return self._table(token_ids.where(token_ids < self._num_tokens, self._padding))
+
+
 def deep_changes(embedding: nn.Module, token_ids: Tensor) -> list[Tensor]:
     """[D] of [N, H]: what the first D layers add for tokens int64 [N], zeros for those of text.
 
