@@ -164,15 +164,25 @@ def test_a_form_that_reads_in_one_direction_is_refused(monkeypatch: pytest.Monke
         make_causal_lm(language, kernels="packed", **limits)
 
 
-def test_pictures_that_transformers_masks_otherwise_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+class Table(torch.nn.Embedding):
+    """Nothing is known of it."""
+
+
+@pytest.mark.parametrize("reason", ["where it reads in both directions differ", "no plain table"])
+def test_pictures_that_would_be_read_otherwise_are_refused(
+    reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text is read as ever."""
     one = Sighted(copy.deepcopy(sighted(FAMILY).model), sighted(FAMILY).processor)
-    monkeypatch.setattr(SlotSpans, "put", lambda *_: None)
+    if "differ" in reason:
+        monkeypatch.setattr(SlotSpans, "put", lambda *_: None)
+    else:
+        known: Any = one.model.get_input_embeddings()
+        weight = known.weight.detach() * known.embed_scale
+        one.model.set_input_embeddings(Table(*weight.shape, _weight=weight))
     with one.llm(tokenizer=one.processor.tokenizer) as llm:
-        assert "where it reads in both directions differ" in str(llm.sight.refusal)
-        with pytest.raises(ConfigError, match="where it reads in both directions differ"):
+        assert reason in str(llm.sight.refusal)
+        with pytest.raises(ConfigError, match=reason):
             llm.chat(PROMPTS[0])
         ids = llm.encode("the cat")
         (output,) = llm.generate([ids], GREEDY)

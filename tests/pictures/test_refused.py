@@ -30,7 +30,7 @@ GEMMA |= {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index"
     ("name", "refusal"),
     [
         ("llama", "(llama) has no vision tower"),
-        ("gemma3", "has no vision tower"),  # of text alone
+        ("gemma3", "(gemma3_text) has no vision tower"),  # of text alone
         (
             "qwen3_5",
             "qwen3_5 cannot read pictures yet: it was loaded without its vision tower",
@@ -110,7 +110,7 @@ def test_a_family_of_text_or_pictures_on_several_devices() -> None:
     model.model.visual.to("meta")
     split = split_vision(model, 8)
     assert split.language is model
-    assert "qwen3_5: it reads pictures on one device" in (split.sight.refusal or "")
+    assert "'qwen3_5': it reads pictures on one device" in (split.sight.refusal or "")
     other: Any = copy.deepcopy(sighted("qwen3_vl").model)
     other.model.visual.to("meta")
     with pytest.raises(ModelError, match="it reads pictures on one device"):

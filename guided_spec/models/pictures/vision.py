@@ -74,7 +74,10 @@ _REASONS = {
     "mllama": "its layers attend to pictures apart from the text",
 }
 _TABLES = ("Embedding", "Gemma3TextScaledWordEmbedding", "Gemma4TextScaledWordEmbedding")
-_TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
+_TEXT_ALONE = (
+    "gemma3_text",
+    "gemma4_text",
+)  # some of these are of a family that sees, and see nothing
 _PROBE = (1, 2, 3, 5, 6, 7)  # token ids
 _PROBED_SPANS = (range(1, 3), range(4, 6))  # where pictures would be
 
@@ -109,23 +112,20 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     """The language model of one that reads pictures; another model as it is.
 
     num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
-    did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
+    did. Raises ModelError for a model of pictures alone whose language model is not told apart.
     """
     family = SERVED.get(model.config.model_type)
     if family is None:
         return SplitModel(model, Sight(_refusal(model.config)))
-    if len({one.device for one in model.parameters()}) != 1:
-        reason = "it reads pictures on one device: pass no device_map and no tp_plan"
-        if not is_vision_config(model.config):  # its text is read all the same
-            return SplitModel(model, Sight(f"{model.config.model_type}: {reason}"))
-        raise refusal(model, reason)
-    with errors_naming(model, "its language model cannot be told from its vision tower"):
-        language, table = _language_of(model, family, num_rows)
-        _try(model, language)
     try:
-        _try_ahead(model, language)
-    except ModelError as error:  # as of another version of transformers; its text is read
-        return SplitModel(model, Sight(str(error)))
+        with errors_naming(model, "its language model cannot be told from its vision tower"):
+            language, table = _language_of(model, family, num_rows)
+            _try(model, language)
+            _try_ahead(model, language)
+    except ModelError as error:
+        if is_vision_config(model.config):
+            raise
+        return SplitModel(model, Sight(str(error)))  # its text is read all the same
     tower = VisionTower(model, family)
     sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
     return SplitModel(language, sight, rows, tower if family.headed else None)
@@ -177,6 +177,8 @@ def _try_ahead(model: PreTrainedModel, language: PreTrainedModel) -> None:
 def _language_of(
     model: Any, family: _Family, num_rows: int
 ) -> tuple[PreTrainedModel, PictureEmbedding]:
+    if len({one.device for one in model.parameters()}) != 1:
+        raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
     decoder = getattr(model.model, family.language)
     stock = decoder.get_input_embeddings()
     if type(stock).__name__ not in _TABLES or not stock.weight.is_floating_point():
