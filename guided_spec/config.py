@@ -39,7 +39,7 @@ class EngineConfig:
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
         context, and less (with a warning, 4096 at least) where memory cannot hold so much in
         ``max_batch_size`` slots.
-    prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
+    prefill_tokens: prompt tokens of a prefill forward at most, of all rows; or a picture of Gemma.
     prefix_cache: whether prompts take what other texts left that began as they do; not for models
         that keep whole slots (docs/gpu.md).
     picture_tokens: of pictures that are kept at a time; requests of more wait.

@@ -13,13 +13,13 @@ PACKAGE = Path(guided_spec.__file__).parent
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
     "cli": 2_255,  # 305 more: messages name options, images, quick ends, full disks, vLLM in bench
-    "engine": 8_080,  # 1,630 more: switches, templates, refusals, pictures, options, experts
+    "engine": 8_145,  # 1,695 more: switches, templates, refusals, pictures, options, experts
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 12_805,  # 1,825 more: latents, experts, MTP, pictures, norms, Mamba
-    "ops": 8_435,  # 865 more: latent and chunked attention, experts, axes, norms behind, kernels
+    "models": 13_030,  # 2,050 more: latents, experts, MTP, pictures both ways, norms, Mamba
+    "ops": 8_490,  # 920 more: latent and two-way attention, experts, axes, norms, kernels
     "proposers": 3_250,
     "server": 5_190,  # 280 more: usual fields of clients, faults of inner fields, pictures
     "trace": 810,  # 50 more: axes with numbers, thumbnails

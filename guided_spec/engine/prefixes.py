@@ -46,12 +46,15 @@ class Prefixes:
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
-            named, routes = request.named[:-1], request.routes
+            salt, known, routes = text.params.cache_salt, request.named[:-1], request.routes
             if routes is not None:  # others read what it takes: their experts are not known
-                named = named[: routes.length]
-            found = self._model.start(text.slot, named, text.params.cache_salt)
+                known = known[: routes.length]
+            found = self._model.start(text.slot, known, salt)
             if routes is None and self._is_coming(request, found.known + BLOCK, reads):
                 return False
+            for span in reversed(request.spans):  # what is in one may depend on all of it
+                if span.start < found.taken < span.stop:
+                    found = self._model.start(text.slot, known[: span.start], salt)
             request.num_cached = found.taken
             if request.is_new:  # else it finds its own text, which had to go for others
                 request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)

@@ -227,6 +227,7 @@ class Request:
     text: its tokens and constraint, and why it ended.
     fed: its tokens as the target reads them. named: as they are known by their content, see
         ``PicturePrompt``. Both are ``text.tokens`` where there are no pictures.
+    spans: of its tokens, none of which is read without all the others of it.
     trace: its record so far; None where there is none. routes: likewise, of its tokens' experts.
     prompt_hash: of the tokens of its prompt.
     on_cancel: called with it in the thread that cancels it, for its engine. It must not hold the
@@ -253,6 +254,7 @@ class Request:
         self.is_begun = False  # whether a proposer has read a part of its prompt
         self.fed: Sequence[int] = self.text.tokens
         self.named: Sequence[int] = self.text.tokens
+        self.spans: Sequence[range] = ()
         self.has_pictures_placed = False
         known = job.prompt_ids
         if job.pictures is not None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.attention.slot_attention import Window
+from guided_spec.models.pictures.spans import last_seen
+from guided_spec.ops.attention.slot_attention import Ahead, Window
 
 UNMASKED = ("linear_attention", "conv")  # layers that keep a state
 
@@ -40,25 +41,36 @@ class MaskBuilder:
         self._types = sorted(kinds)
         self._windows = windows
 
-    def build(self, positions: Tensor, view: int, dtype: torch.dtype) -> Any:
+    def build(
+        self, positions: Tensor, view: int, dtype: torch.dtype, ahead: Ahead | None = None
+    ) -> Any:
         """The mask of queries at ``positions`` [B, T] over keys 0 to ``view`` - 1.
 
         Each [B, 1, T, view] on the device of ``positions``: bool for sdpa, ``dtype`` for eager.
+        ahead: of rows of T tokens each; None where no token sees what comes later.
         """
         keys = torch.arange(view, device=positions.device)
         queries = positions[:, None, :, None]
-        causal = keys <= queries
-        masks = {kind: self._mask(kind, causal, keys, queries, dtype) for kind in self._types}
+        plain = reaching = keys <= queries
+        if ahead is not None and ahead.spans:
+            reaching = keys <= last_seen(positions, ahead)[:, None, :, None]
+            plain = plain if ahead.windowed_only else reaching
+        masks = {
+            kind: self._mask(
+                kind, reaching if kind in self._windows else plain, keys, queries, dtype
+            )
+            for kind in self._types
+        }
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
     def _mask(
-        self, kind: str, causal: Tensor, keys: Tensor, queries: Tensor, dtype: torch.dtype
+        self, kind: str, visible: Tensor, keys: Tensor, queries: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
         if kind in UNMASKED:
             return None
-        visible, window = causal, self._windows.get(kind)
+        window = self._windows.get(kind)
         if window is not None:
-            visible = causal & (keys >= window.first(queries))
+            visible = visible & (keys >= window.first(queries))
         if not self._is_additive:
             return visible
         hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)

@@ -16,6 +16,7 @@ from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.rope import growing_rope
 from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
@@ -37,6 +38,7 @@ class CausalLM(Protocol):
     shares_prefixes: whether texts with the same beginning may have blocks in common.
     axes: the positions of texts with pictures, where they have three axes; else None.
     expert_layers: those that choose experts which a forward can record.
+    spans: where pictures are read in both directions, those of the texts; else None.
     """
 
     model: PreTrainedModel
@@ -53,6 +55,9 @@ class CausalLM(Protocol):
 
     @property
     def expert_layers(self) -> ExpertLayers: ...
+
+    @property
+    def spans(self) -> SlotSpans | None: ...
 
     @property
     def is_packed(self) -> bool: ...

@@ -16,6 +16,7 @@ from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.models.target import check_layers
@@ -59,7 +60,10 @@ class LineLM:
         self._is_guest = is_guest
         self._longest_draft = longest_draft
         memory = form.allocate(blocks, num_slots, longest_draft)
-        self._packed = PackedLM(form.decoder, memory, blocks, width=width, graphs=graphs)
+        self.spans = SlotSpans.of(model)
+        self._packed = PackedLM(
+            form.decoder, memory, blocks, width=width, graphs=graphs, spans=self.spans
+        )
 
     @property
     def axes(self) -> SlotAxes | None:

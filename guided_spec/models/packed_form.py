@@ -127,7 +127,7 @@ def _right(
         return None
     memory = _joined(known, decoder.states(TRIAL_SLOTS, LONGEST_DRAFT))
     tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, slots.model.device, slots.axes)
-    tried = PackedLM(decoder, memory, tables)
+    tried = PackedLM(decoder, memory, tables, spans=slots.spans)
     if slots.model.device.type == "cuda":
         _compile_ahead(partial(trial.feed, tried.forward))
     if not _can_be_captured(decoder, memory, tables):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
@@ -26,6 +27,7 @@ class WithoutBlocks:
     shares_prefixes = False
     blocks: Blocks | None = None
     axes: SlotAxes | None = None
+    spans: SlotSpans | None = None
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
@@ -88,7 +90,7 @@ class SlotLM(WithoutBlocks):
         trial.check_stock()
         trial.leave()
         self.expert_layers = ExpertLayers.of(model)
-        self.axes = self._slots.axes
+        self.axes, self.spans = self._slots.axes, self._slots.spans
 
     @property
     def has_linear_state(self) -> bool:

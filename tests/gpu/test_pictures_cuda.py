@@ -18,13 +18,13 @@ from tests.pictures.test_texts import AXES, CAT, DOG, LENGTH, LONG, PROMPTS, tex
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = ("idefics3", "llava", "internvl", "mistral3")
+PLAIN = ("idefics3", "llava", "internvl", "mistral3", "gemma3")
 # Half precision rounds, in some families more than an axis that is taken for another would change.
 ERRORS = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 0.04}
 
 
 # Of weights by which no two tokens of a text come within 0.001 of each other: a device rounds.
-SEEDS = {"qwen3_vl": 2, "qwen3_5_moe": 1}
+SEEDS = {"qwen3_vl": 2, "qwen3_5_moe": 1, "gemma3": 19}
 
 
 def on_cuda(family: str) -> tuple[Sighted, Sighted]:
@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_stock_modules(family: str, dtype: torch.dtype) 
         assert one.error < ERRORS[dtype]
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3"])
 def test_pieces_and_texts_that_go_on_in_other_slots(family: str) -> None:
     """Graphs read what is put into a slot later, whoever had it before."""
     own, on_device = on_cuda(family)

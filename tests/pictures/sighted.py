@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from guided_spec.engine.llm import LLM
+from tests.models.tiny import GEMMA
 from tests.tiny_llm import CORPUS, tiny_tokenizer
 
 TEMPLATE = """\
@@ -73,6 +74,11 @@ HYBRID: dict[str, Any] = {
         "rope_parameters": {**AXES, "partial_rotary_factor": 0.5},
     },
 }
+GEMMA4: dict[str, Any] = {  # it sees ahead in layers with a window alone
+    **{**GEMMA, "global_head_dim": 8, "tie_word_embeddings": False},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "use_bidirectional_attention": "vision",
+}
 GRID = [[16, 32], [32, 16], [32, 32]]
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPECIAL += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -111,7 +117,7 @@ class Sighted:
             add_special_tokens=False,
         )
         model: Any = self.model
-        if self.model.config.model_type.startswith("qwen"):
+        if self.model.config.model_type.startswith(("qwen", "gemma4")):
             is_picture = inputs["input_ids"] == self.model.config.image_token_id
             inputs = {**inputs, "mm_token_type_ids": is_picture.int()}
         found = model.generate(
@@ -136,7 +142,7 @@ def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
     for name, one in model.named_parameters():
-        if "newline" in name:
+        if "newline" in name or "mm_input_projection" in name:  # else zeros
             one.data.normal_(0, 0.5)
     return Sighted(model, processor)
 
@@ -181,11 +187,15 @@ def _tokenizer(image: str) -> Any:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
+    gemma = {"boi": "<img>", "eoi": "</img>"}
+    if image == "<img>":  # else a processor takes it for its own
+        gemma["image"] = "<IMG_CONTEXT>"
     for name, token_id, text in (
         ("start_image_token", "start_image_token_id", "<img>"),
         ("end_image_token", "end_image_token_id", "</img>"),
         ("context_image_token", "context_image_token_id", "<IMG_CONTEXT>"),
         ("video_token", "video_token_id", "<video>"),
+        *((f"{name}_token", f"{name}_token_id", text) for name, text in gemma.items()),
     ):
         setattr(tokenizer, name, text)
         setattr(tokenizer, token_id, tokenizer.convert_tokens_to_ids(text))
@@ -194,7 +204,7 @@ def _tokenizer(image: str) -> Any:
 
 def _processor(family: str) -> Any:
     tokenizer = _tokenizer(
-        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]"}.get(family, "<image>")
+        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "gemma3": "<img>"}.get(family, "<image>")
     )
     template = {"chat_template": tokenizer.chat_template}
     size = {"height": 16, "width": 16}
@@ -221,9 +231,24 @@ def _processor(family: str) -> Any:
             num_additional_image_tokens=1,
             **template,
         )
+    if family == "gemma3":
+        images = transformers.Gemma3ImageProcessorPil(size=size)
+        return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16, **template)
+    return _like(family, tokenizer)
+
+
+def _like(family: str, tokenizer: Any) -> Any:
+    """Those that need torchvision."""
+    images: Any
     if family == "internvl":
+        size = {"height": 16, "width": 16}
         images = transformers.GotOcr2ImageProcessorPil(size=size, max_patches=3)
         return InternVLLike(images, tokenizer)
+    if family == "gemma4":
+        images = transformers.Gemma4ImageProcessorPil(
+            patch_size=4, max_soft_tokens=70, do_resize=False
+        )
+        return Gemma4Like(images, tokenizer)
     if family.startswith("qwen"):
         images = transformers.Qwen2VLImageProcessorPil(
             patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
@@ -281,6 +306,18 @@ class QwenLike(InternVLLike):
         return {"pixel_values": found["pixel_values"], "image_grid_thw": grids, "shown": shown}
 
 
+class Gemma4Like(InternVLLike):
+    image_token = "<image>"
+
+    def process(self, images: list[Any]) -> dict[str, Any]:
+        small = [one.resize((48, 36)) for one in images]  # its own way takes 64 tokens at least
+        found = self.image_processor(small, return_tensors="pt")
+        counts = [int(count) for count in found["num_soft_tokens_per_image"]]
+        shown = [f"<img>{self.image_token * count}</img>" for count in counts]
+        places = found["image_position_ids"]
+        return {"pixel_values": found["pixel_values"], "image_position_ids": places, "shown": shown}
+
+
 IDEFICS3 = {
     "vision_config": VISION,
     "text_config": {"model_type": "llama", "tie_word_embeddings": True},
@@ -324,6 +361,21 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": QWEN3,
     "qwen3_vl_moe": {**QWEN3, "text_config": {**QWEN3["text_config"], **EXPERTS}},
+    "gemma3": {  # a picture is wider than the window
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "text_config": {**GEMMA, "layer_types": [*GEMMA["layer_types"][:3]]},
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+    },
+    "gemma4": {  # with another table of tokens
+        "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2},
+        "text_config": {
+            **GEMMA4,
+            **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 512},
+        },
+        "audio_config": None,
+        "tie_word_embeddings": False,
+    },
     "qwen3_5": HYBRID,
     "qwen3_5_moe": {**HYBRID, "text_config": {**HYBRID["text_config"], **EXPERTS}},
 }
@@ -331,6 +383,7 @@ NAMES = {
     **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "llava": "Llava", "llava_next": "LlavaNext"},
     **{"internvl": "InternVL", "mistral3": "Mistral3", "qwen2_vl": "Qwen2VL"},
     **{"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"},
+    **{"gemma3": "Gemma3", "gemma4": "Gemma4"},
     **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"},
 }
 FAMILIES = tuple(OWN)
@@ -339,7 +392,8 @@ FAMILIES = tuple(OWN)
 def _config(family: str, vocab_size: int, processor: Any) -> Any:
     own = OWN[family]
     text = {**TEXT, "vocab_size": vocab_size, **own["text_config"]}
-    image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    shown = "<IMG_CONTEXT>" if family == "gemma3" else processor.image_token
+    image_token_id = processor.tokenizer.convert_tokens_to_ids(shown)
     given = {**own, "text_config": text, "image_token_id": image_token_id, "pad_token_id": 0}
     return getattr(transformers, f"{NAMES[family]}Config")(**given)
 

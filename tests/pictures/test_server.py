@@ -127,6 +127,11 @@ def test_messages_read_pictures(served: Running) -> None:
     assert post(served, "/v1/messages", asked)["usage"]["input_tokens"] > 16
 
 
+FRAMES = "no model reads this here: send its frames as pictures"
+OTHERS = [
+    (kind, "no model reads this here: send text or pictures")
+    for kind in ("input_audio", "audio", "document", "input_file", "file")
+]
 BROKEN = base64.b64encode(PNG[:60]).decode()
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
     (
@@ -144,10 +149,14 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
         chat({"type": "image", "image": "/etc/passwd"}),
         *("messages[0].content[0].image", "must come as"),
     ),
-    (
-        "/v1/chat/completions",
-        chat({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
-        *("messages[0].content[0].type", "no model reads this here"),
+    *(
+        (path, made({"type": kind, kind: {"url": "data:"}}), f"{place}[0].content[0].type", told)
+        for kind, told in (("video_url", FRAMES), ("input_video", FRAMES), *OTHERS)
+        for path, made, place in (
+            ("/v1/chat/completions", chat, "messages"),
+            ("/v1/responses", responses, "input"),
+            ("/v1/messages", messages, "messages"),
+        )
     ),
     (
         "/v1/chat/completions",

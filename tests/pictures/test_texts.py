@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.pictures.sighted import FAMILIES, ask, picture, sighted
 LENGTH = 12
 HYBRIDS = ("qwen3_5",)  # keep a state in some layers, so that no prefix is shared
 AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRIDS)
-SOME = ("internvl", "qwen2_vl", "qwen3_vl")
+SOME = ("internvl", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4")
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 CAT, DOG = picture(1, (24, 16)), picture(2, (16, 32))
 TWO = ask("the cat", CAT, "and the dog", DOG, "What is it?")
@@ -56,7 +57,7 @@ def test_texts_are_those_of_transformers(family: str) -> None:
     ("family", "kernels"),
     [
         *(("idefics3", "packed"), ("idefics3", "stock"), ("qwen2_5_vl", "stock")),
-        *((family, "packed") for family in AXES),
+        *((family, "packed") for family in (*AXES, "gemma3", "gemma4")),
     ],
 )
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "chain:grammar_forced+ngram"])
@@ -69,7 +70,10 @@ def test_drafts_change_nothing(family: str, kernels: str, proposer: str) -> None
 @pytest.mark.parametrize("own_embedding", [False, True])
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("llava", "packed"), ("llava", "stock"), ("qwen2_vl", "auto"), ("qwen3_vl", "stock")],
+    [
+        *(("llava", "packed"), ("llava", "stock"), ("qwen2_vl", "auto"), ("qwen3_vl", "stock")),
+        ("gemma3", "auto"),
+    ],
 )
 def test_a_head_reads_pictures_too(
     tmp_path: Path,
@@ -84,11 +88,12 @@ def test_a_head_reads_pictures_too(
         assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected(family, PROMPTS)
 
 
-def test_a_draft_model_reads_placeholders() -> None:
-    one = sighted("llava")
-    draft = split_vision(sighted("llava", 1).model, 1).language
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_a_draft_model_reads_placeholders(family: str) -> None:
+    one = sighted(family)
+    draft = split_vision(copy.deepcopy(sighted(family, 1).model), 1).language
     with one.llm("draft_model", draft=draft) as llm:
-        assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected("llava", PROMPTS)
+        assert texts(llm, PROMPTS) == texts(llm, PROMPTS) == expected(family, PROMPTS)
 
 
 @settings(max_examples=8, deadline=None)
@@ -111,10 +116,11 @@ def once(family: str) -> list[list[int]]:
     return expected(family, PROMPTS[:3])
 
 
-def test_requests_that_lose_their_blocks_go_on() -> None:
-    one, params = sighted("mistral3"), SamplingParams(max_tokens=150, ignore_eos=True)
+@pytest.mark.parametrize(("family", "length"), [("mistral3", 150), ("gemma3", 80)])
+def test_requests_that_lose_their_blocks_go_on(family: str, length: int) -> None:
+    one, params = sighted(family), SamplingParams(max_tokens=length, ignore_eos=True)
     token = stock_lm(split_vision(one.model, 1).language, 1, 64).kv_bytes_per_token
     memory = 9 * BLOCK * token
     with one.llm(kv_memory_bytes=memory, picture_tokens=64, max_model_len=512) as llm:
         found = texts(llm, PROMPTS, params)
-    assert found == [one.expected(prompt, 150) for prompt in PROMPTS]
+    assert found == [one.expected(prompt, length) for prompt in PROMPTS]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,14 @@ from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 
 _LOG = logging.getLogger(__name__)
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class _Shown(NamedTuple):
+    """token_ids: of a picture. before, after: text around them."""
+
+    token_ids: list[int]
+    before: str
+    after: str
 
 
 class PictureReader:
@@ -93,9 +102,12 @@ class PictureReader:
                     read[id(one)] = self._read(one)
         self._require_room("messages", [picture for picture, _ in read.values()])
         placeholder, ids = self.sight.placeholder, list[int]()
-        expanded = iter([read[id(one)][1] for one in pictures])
+        shown = [self._shown(read[id(one)][1]) for one in pictures]
+        around = [f"{one.before}{token}{one.after}" for one in shown]
+        text = "".join(chain.from_iterable(zip_longest(parts, around, fillvalue="")))
+        mark, expanded = self.tokenizer.convert_tokens_to_ids(token), iter(shown)
         for token_id in self._tokenize(text):
-            ids += next(expanded) if token_id == placeholder else [token_id]
+            ids += next(expanded).token_ids if token_id == mark else [token_id]
         places = [at for at, one in enumerate(ids) if one == placeholder]
         chosen = tuple(read[id(one)][0] for one in pictures)
         if not all(one.count for one in chosen) or len(places) != sum(one.count for one in chosen):
@@ -103,12 +115,24 @@ class PictureReader:
             raise PromptError(f"messages: the processor's {token} is not the model's token: {fix}")
         return PicturePrompt(ids, chosen, places)
 
+    def _shown(self, ids: list[int]) -> _Shown:
+        """What stands for a picture, apart from text around it, which is tokenized with the rest.
+
+        Gemma 3 has it between empty lines, which make one token with those of the text.
+        """
+        special = {*self.tokenizer.all_special_ids, self.sight.placeholder}
+        known = [at for at, one in enumerate(ids) if one in special] or [0, len(ids) - 1]
+        first, end = known[0], known[-1] + 1
+        return _Shown(ids[first:end], *map(self.tokenizer.decode, (ids[:first], ids[end:])))
+
     def require_read(self, prompt: PicturePrompt) -> None:
         """Raise PromptError for a prompt of another model, or of more than is kept here."""
         found = [prompt.token_ids[at] for at in prompt.places]
         if found != [self.sight.placeholder] * sum(one.count for one in prompt.pictures):
             fix = "pass what prepare_chat of this model made"
             raise PromptError(f"prompt: its places for pictures are not this model's: {fix}")
+        if prompt.places and prompt.places[-1] == len(prompt) - 1:
+            raise PromptError("prompt: it ends with a picture; end it with text")
         self._require_room("prompt", prompt.pictures)
 
     def _tokenize(self, text: str) -> list[int]:

@@ -26,7 +26,8 @@ MOST_PIXELS = 40 * 10**6
 MOST_PICTURES = 16  # of a conversation
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others run programs, or are rare
 PICTURE_PARTS = ("image_url", "image", "input_image")
-OTHER_MEDIA = ("input_audio", "audio", "audio_url", "video", "video_url", "input_video", "document")
+_VIDEOS = ("video", "video_url", "input_video")
+OTHER_MEDIA = (*_VIDEOS, "input_audio", "audio", "audio_url", "document", "file", "input_file")
 _OF_PART = {
     "image_url": frozenset({"type", "image_url", "detail"}),
     "input_image": frozenset({"type", "image_url", "detail", "file_id"}),
@@ -192,7 +193,8 @@ def _count(part: Any, depth: int) -> int:
 def refuse_media(path: str, kind: str) -> None:
     """Raise ConfigError for sound and the like."""
     if kind in OTHER_MEDIA:
-        raise ConfigError(f"{path}.type", kind, "no model reads this here: send text or pictures")
+        fix = "its frames as pictures" if kind in _VIDEOS else "text or pictures"
+        raise ConfigError(f"{path}.type", kind, f"no model reads this here: send {fix}")
 
 
 def data_bytes(path: str, url: str) -> bytes:

@@ -19,9 +19,13 @@ class Piece(NamedTuple):
 
     @classmethod
     def next_of(cls, request: Request, most: int) -> Piece:
-        """Up to ``most`` tokens of what is not read of a request."""
+        """Up to ``most`` tokens of what is not read of a request; more where a picture has more
+        that is read as a whole."""
         start, tokens = request.num_cached, request.fed
         end = start + min(most, request.num_unread)
+        for span in request.spans:
+            if span.start < end < span.stop:
+                end = span.start if span.start > start else span.stop
         return cls(request, PromptPiece(request.text.slot, start, list(tokens[start:end]), tokens))
 
 

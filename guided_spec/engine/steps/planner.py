@@ -258,9 +258,11 @@ class Planner:
                 continue
             piece = Piece.next_of(request, budget)
             count = len(piece.tokens.token_ids)
+            if count > budget and pieces:  # a picture that is read as a whole comes first then
+                break
             if not grow(request, request.num_cached + count):
                 break
-            budget -= count
+            budget = max(0, budget - count)
             pieces.append(piece)
             reads[request.number] = request.num_cached + count
         # Who came last may have had to go for the others.

@@ -12,6 +12,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.pictures.vision import SplitModel, VisionTower
 
 
@@ -27,21 +28,30 @@ class PicturePlaces:
 
     A request that is requeued keeps them. rows: None where the model reads no pictures.
     axes: what gives a prompt's positions, and where they are kept; None where they have one axis.
+    spans: where pictures are read in both directions, those of texts; else None.
     """
 
-    def __init__(self, rows: PictureRows | None, axes: PromptAxes | None = None) -> None:
-        self.rows, self._axes = rows, axes
+    def __init__(
+        self,
+        rows: PictureRows | None,
+        axes: PromptAxes | None = None,
+        spans: SlotSpans | None = None,
+    ) -> None:
+        self.rows, self._axes, self._spans = rows, axes, spans
         self._holders: dict[Request, Tensor | None] = {}  # and positions of their prompts
 
     @classmethod
     def of(cls, split: SplitModel, target: CausalLM) -> PicturePlaces:
-        """target: of the split model's language. Raises ModelError where it keeps no positions."""
-        if split.tower is None:
-            return cls(split.pictures)
-        if target.axes is None:
+        """target: of the split model's language. Raises ModelError where it keeps no positions, or
+        reads in one direction only."""
+        lacks_spans = target.spans is None and SlotSpans.of(split.language) is not None
+        if lacks_spans or (split.tower is not None and target.axes is None):
             kind = split.language.config.model_type
             raise ModelError(f"model_type={kind!r}: pictures need texts over slots, it has none")
-        return cls(split.pictures, PromptAxes(split.tower, target.axes))
+        axes = None
+        if split.tower is not None and target.axes is not None:
+            axes = PromptAxes(split.tower, target.axes)
+        return cls(split.pictures, axes, target.spans)
 
     @property
     def num_read(self) -> int:
@@ -65,10 +75,13 @@ class PicturePlaces:
         if self._axes is not None:
             self._holders[request] = self._axes.tower.positions(prompt)
         request.place_pictures(ids)
+        request.spans = () if self._spans is None else prompt.spans
         return True
 
     def begin(self, request: Request) -> None:
         """The request has got a slot, in which its prompt will be read."""
+        if self._spans is not None:
+            self._spans.put(request.text.slot, request.spans)
         if self._axes is not None:
             prompt = request.job.pictures
             end = prompt.places[-1] + 1 if prompt is not None and prompt.places else 0

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from guided_spec.errors import ModelError
 from guided_spec.models.pictures.axes import SlotAxes
-from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
+from guided_spec.ops.attention.slot_attention import (
+    NONE_AHEAD,
+    Ahead,
+    KeyValues,
+    SharedPositions,
+    SlotIndex,
+)
 from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.side_stream import SideStream
 
@@ -93,11 +99,12 @@ def index_over(  # noqa: PLR0913 - as of ``SlotIndex``
     *,
     shared: SharedPositions | None = None,
     fits: bool = False,
+    ahead: Ahead = NONE_AHEAD,
 ) -> SlotIndex:
     """A ``SlotIndex`` of texts in these tables."""
     axes = None if tables.axes is None else tables.axes.positions
     where = tokens, rows, tables.tables, tables.max_length, width
-    return SlotIndex(*where, shared=shared, fits=fits, axes=axes)
+    return SlotIndex(*where, shared=shared, fits=fits, axes=axes, ahead=ahead)
 
 
 class WholeSlots:

@@ -21,11 +21,18 @@ from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, SharedPrefix, Tables, index_over
 from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_to, upload
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.attention.flash_attention import LEAST_WIDTH
-from guided_spec.ops.attention.slot_attention import KeyValues, SharedPositions, SlotIndex
+from guided_spec.ops.attention.slot_attention import (
+    NONE_AHEAD,
+    Ahead,
+    KeyValues,
+    SharedPositions,
+    SlotIndex,
+)
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 
@@ -182,6 +189,23 @@ class LineShape(NamedTuple):
         return self.width >= LEAST_WIDTH
 
 
+class _Kind(NamedTuple):
+    """What a forward computes, besides its inputs.
+
+    width: of ``LineShape``. layers: whose hidden states are kept. fits: see ``index_over``.
+    records: the experts of its tokens, where there are any. Graphs always do: a request that asks
+        for them comes when all are captured, and they are one small copy.
+    deepens, ahead: of pictures, see ``SlotAxes`` and ``SlotSpans``.
+    """
+
+    width: int
+    layers: tuple[int, ...]
+    fits: bool
+    records: bool = False
+    deepens: bool = False
+    ahead: Ahead = NONE_AHEAD
+
+
 class LineOutput(NamedTuple):
     """What a forward gave for tokens in one line; the next one overwrites it on CUDA.
 
@@ -199,7 +223,7 @@ class PackedLM:
     memory: the layers' blocks, or states, which must stay where they are. tables: which slot has
         which blocks.
     width: about how many tokens a row has, where graphs are captured.
-    graphs: None runs without.
+    graphs: None runs without. spans: see ``CausalLM``.
     """
 
     def __init__(
@@ -210,8 +234,9 @@ class PackedLM:
         *,
         width: int = 1,
         graphs: GraphPool | None = None,
+        spans: SlotSpans | None = None,
     ) -> None:
-        self._decoder = decoder
+        self._decoder, self._spans = decoder, spans
         self.memory = tuple(memory)
         self.key_values = tuple(one for one in memory if isinstance(one, KeyValues))
         self.states = tuple(one for one in memory if isinstance(one, DeltaStates))
@@ -264,10 +289,11 @@ class PackedLM:
         axes = self._tables.axes
         # Few forwards read pictures: they run launch by launch, and no graph adds zeros.
         deepens = axes is not None and axes.deepens(rows.slots, rows.starts)
-        is_alike = fits == shape.is_long and not deepens
+        ahead = NONE_AHEAD if self._spans is None else self._spans.fed(*rows)
+        is_alike = fits == shape.is_long and not (deepens or ahead.spans)
         has_graph = self._graphs is not None and self._graphs.has(shape.size) and is_alike
-        body = partial(self._compute, shape.width, layers, fits=fits, deepens=deepens)
-        body = partial(body, records=has_graph or recorder is not None)
+        records = has_graph or recorder is not None
+        body = partial(self._compute, _Kind(shape.width, layers, fits, records, deepens, ahead))
         if self._graphs is None:
             states, hidden, experts = body(upload(inputs, self._device))
         else:
@@ -328,10 +354,8 @@ class PackedLM:
             if num_groups:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             key = (shape, layers) if graphs.has(size) else None
-            body, kinds = (
-                partial(compute, shape.width, layers, fits=shape.is_long, records=key is not None)
-                for compute in (self._compute, self._launch_kinds)
-            )
+            kind = _Kind(shape.width, layers, shape.is_long, records=key is not None)
+            body, kinds = partial(self._compute, kind), partial(self._launch_kinds, kind)
             if graphs.prepare(key, inputs, body, kinds=kinds):
                 yield
 
@@ -344,47 +368,26 @@ class PackedLM:
         found = {shape.size: self._graphs.seconds((shape, layers)) for shape in shapes}
         return {size: seconds for size, seconds in found.items() if seconds is not None}
 
-    def _compute(
-        self,
-        width: int,
-        layers: tuple[int, ...],
-        inputs: Inputs,
-        *,
-        fits: bool,
-        deepens: bool = False,
-        records: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """States, hidden states, and the ``ExpertRecorder.rows`` where it ``records`` any.
-
-        Graphs always do: a request that asks for them comes when all are captured, and they are
-        one small copy.
-        """
-        recorder = self._recorder() if records else None
-        where = self._where(width, inputs, fits=fits)
-        fed = inputs["token_ids"], where, self.memory, layers
-        output = self._decoder.forward(*fed, deepens=deepens, recorder=recorder)
+    def _compute(self, kind: _Kind, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """States, hidden states, and the ``ExpertRecorder.rows`` where any are recorded."""
+        recorder = self._recorder() if kind.records else None
+        fed = inputs["token_ids"], self._where(kind, inputs), self.memory, kind.layers
+        output = self._decoder.forward(*fed, deepens=kind.deepens, recorder=recorder)
         return output.states, output.hidden_states, None if recorder is None else recorder.rows
 
-    def _launch_kinds(
-        self,
-        width: int,
-        layers: tuple[int, ...],
-        inputs: Inputs,
-        *,
-        fits: bool,
-        records: bool = False,
-    ) -> None:
+    def _launch_kinds(self, kind: _Kind, inputs: Inputs) -> None:
         """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
-        recorder = self._recorder() if records else None
-        fed = inputs["token_ids"], self._where(width, inputs, fits=fits), self.memory, layers
+        recorder = self._recorder() if kind.records else None
+        fed = inputs["token_ids"], self._where(kind, inputs), self.memory, kind.layers
         self._decoder.launch_kinds(*fed, recorder=recorder)
 
     def _recorder(self) -> ExpertRecorder | None:
         return ExpertRecorder(self.expert_layers) if self.expert_layers else None
 
-    def _where(self, width: int, inputs: Inputs, *, fits: bool) -> SlotIndex:
+    def _where(self, kind: _Kind, inputs: Inputs) -> SlotIndex:
         size = len(inputs["token_ids"])
-        lines, shared = split_index(inputs["index"], size), None
+        index, shared = split_index(inputs["index"], size), None
         if "shared" in inputs:
             shared = SharedPositions(*split_index(inputs["shared"], size))
-        return index_over(self._tables, *lines, width, shared=shared, fits=fits)
+        fed, fits, ahead = (*index, kind.width), kind.fits, kind.ahead
+        return index_over(self._tables, *fed, shared=shared, fits=fits, ahead=ahead)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+SeesAhead = Literal["never", "always", "windowed"]  # layers that have a window alone
 
 
 class PictureEmbedding(nn.Embedding):
@@ -15,12 +17,18 @@ class PictureEmbedding(nn.Embedding):
     placeholder: the token that stands for them where a prompt is written down.
     deep: [num_rows, D, H], what the first D layers add to what they give for a row; None where no
         layer does.
+    scale: what tokens are multiplied by, and pictures are not, as in Gemma; None for nothing.
+    sees_ahead: in which layers a picture's rows see each other in both directions.
     """
 
-    def __init__(self, weight: Tensor, num_tokens: int, placeholder: int) -> None:
+    def __init__(
+        self, weight: Tensor, num_tokens: int, placeholder: int, scale: Tensor | None = None
+    ) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
         self.num_tokens, self.placeholder = num_tokens, placeholder
         self.deep: Tensor | None = None
+        self.scale = scale
+        self.sees_ahead: SeesAhead = "never"
 
     @classmethod
     def widening(cls, stock: nn.Embedding, num_rows: int, placeholder: int) -> PictureEmbedding:
@@ -33,7 +41,16 @@ class PictureEmbedding(nn.Embedding):
         weight[: len(own)] = own
         weight[len(own) :] = own[placeholder]
         stock.weight.data = weight[: len(own)]
-        return cls(weight, len(own), placeholder)
+        scale = dict(stock.named_buffers()).get("embed_scale")
+        return cls(weight, len(own), placeholder, scale)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int64 [...] to [..., H]."""
+        found = super().forward(input)
+        if self.scale is None:
+            return found
+        factor = self.scale.to(found.dtype).where(input < self.num_tokens, 1)
+        return found * factor.unsqueeze(-1)
 
     def deepen(self, num_layers: int) -> None:
         """Let rows hold what so many layers add."""
@@ -60,6 +77,18 @@ class PictureEmbedding(nn.Embedding):
         self.weight[self.num_tokens + index] = features[:, 0].to(self.weight)
         if self.deep is not None:
             self.deep[index] = features[:, 1:].to(self.deep)
+
+
+class WithoutPictures(nn.Module):
+    """Another table of the same tokens, in which every picture's row is that of ``padding``."""
+
+    def __init__(self, table: nn.Module, pictures: PictureEmbedding, padding: int) -> None:
+        super().__init__()
+        self._table, self._num_tokens, self._padding = table, pictures.num_tokens, padding
+
+    def forward(self, token_ids: Tensor) -> Any:
+        """int64 [...] to what the table gives."""
+        return self._table(token_ids.where(token_ids < self._num_tokens, self._padding))
 
 
 def deep_changes(embedding: nn.Module, token_ids: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -71,6 +71,14 @@ class PicturePrompt:
         """Of its pictures' arrays."""
         arrays = [array for one in {*self.pictures} for array in one.inputs.values()]
         return sum(array.nbytes for array in arrays)
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """Where places follow one another: each picture, or several without text between them."""
+        parted = [at for at, (one, after) in enumerate(pairwise(self.places), 1) if after > one + 1]
+        cuts = pairwise([0, *parted, len(self.places)])
+        found = (self.places[first:end] for first, end in cuts)
+        return tuple(range(one[0], one[-1] + 1) for one in found if one)
 
     def read(self) -> PicturePrompt:
         """The same without the arrays, which whoever has read them does not need any more."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedModel,
@@ -23,23 +23,28 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from guided_spec.errors import ModelError
-from guided_spec.models.pictures.embedding import PictureEmbedding
+from guided_spec.models.attention import MaskBuilder
+from guided_spec.models.pictures.embedding import PictureEmbedding, SeesAhead, WithoutPictures
 from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
+from guided_spec.models.pictures.spans import SlotSpans
+from guided_spec.models.stock.kv_cache import read_layers
 from guided_spec.models.stock.slot_trial import errors_naming, refusal, require_close
 
 
 class _Family(NamedTuple):
-    """How a family of causal attention is taken apart.
+    """How a family is taken apart.
 
     language: the name of its language model in ``model.model``. headed: where positions have three
     axes, what puts an output head on that; else None. is_deep: whether its first layers take
-    features too.
+    features too. sees_ahead: in which layers a picture is read in both directions, where its
+    configuration does not say that it is in none.
     """
 
     language: str = "language_model"
     headed: Any = None
     is_deep: bool = False
+    sees_ahead: SeesAhead = "never"
 
 
 SERVED = {
@@ -55,19 +60,26 @@ SERVED = {
     "qwen3_vl_moe": _Family(headed=Qwen3ForCausalLM, is_deep=True),
     "qwen3_5": _Family(headed=Qwen3_5ForCausalLM),
     "qwen3_5_moe": _Family(headed=Qwen3_5MoeForCausalLM),
+    "gemma3": _Family(sees_ahead="always"),
+    "gemma4": _Family(sees_ahead="windowed"),
 }
 """By model_type: the families whose pictures are read."""
 
-_BOTH_WAYS = "it attends to a picture in both directions"
 _AXES = "a picture's positions have three axes in it"
 _REASONS = {
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma"), _BOTH_WAYS),
+    "gemma4_unified": "transformers has two masks for one",
+    "paligemma": "it attends to a prompt in both directions",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "it was loaded without its vision tower"),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
-_TEXT_ALONE = ("gemma3_text",)  # some of these are of a family that sees, and see nothing
-_PROBE = (1, 2, 3, 5)  # token ids
+_TABLES = ("Embedding", "Gemma3TextScaledWordEmbedding", "Gemma4TextScaledWordEmbedding")
+_TEXT_ALONE = (
+    "gemma3_text",
+    "gemma4_text",
+)  # some of these are of a family that sees, and see nothing
+_PROBE = (1, 2, 3, 5, 6, 7)  # token ids
+_PROBED_SPANS = (range(1, 3), range(4, 6))  # where pictures would be
 
 
 class SplitModel(NamedTuple):
@@ -100,19 +112,20 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
     """The language model of one that reads pictures; another model as it is.
 
     num_rows: of pictures, in its embedding table. Modules are shared: the model computes what it
-    did. Raises ModelError for a model of ``SERVED`` whose language model cannot be told apart.
+    did. Raises ModelError for a model of pictures alone whose language model is not told apart.
     """
     family = SERVED.get(model.config.model_type)
     if family is None:
         return SplitModel(model, Sight(_refusal(model.config)))
-    if len({one.device for one in model.parameters()}) != 1:
-        reason = "it reads pictures on one device: pass no device_map and no tp_plan"
-        if not is_vision_config(model.config):  # its text is read all the same
-            return SplitModel(model, Sight(f"{model.config.model_type}: {reason}"))
-        raise refusal(model, reason)
-    with errors_naming(model, "its language model cannot be told from its vision tower"):
-        language, table = _language_of(model, family, num_rows)
-        _try(model, language)
+    try:
+        with errors_naming(model, "its language model cannot be told from its vision tower"):
+            language, table = _language_of(model, family, num_rows)
+            _try(model, language)
+            _try_ahead(model, language)
+    except ModelError as error:
+        if is_vision_config(model.config):
+            raise
+        return SplitModel(model, Sight(str(error)))  # its text is read all the same
     tower = VisionTower(model, family)
     sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
     return SplitModel(language, sight, rows, tower if family.headed else None)
@@ -138,12 +151,37 @@ def _try(model: PreTrainedModel, language: PreTrainedModel) -> None:
     require_close(model, [found], [own], "of its language model alone")
 
 
+@torch.inference_mode()
+def _try_ahead(model: PreTrainedModel, language: PreTrainedModel) -> None:
+    """Compare the two for a few tokens, of which some see each other where a picture's do."""
+    whole: Any = model
+    part: Any = language
+    spans, size = SlotSpans.of(language), len(_PROBE)
+    if spans is None:
+        return
+    ids = torch.tensor([_PROBE], device=model.device)
+    spans.put(0, _PROBED_SPANS)
+    builder = MaskBuilder(language.config, *read_layers(language.config))
+    positions = torch.arange(size, device=ids.device).unsqueeze(0)
+    masks = builder.build(positions, size, model.dtype, spans.fed([0], [0], [size]))
+    found = part(input_ids=ids, attention_mask=masks, use_cache=False).logits[0]
+    kinds = torch.zeros_like(ids)
+    for span in _PROBED_SPANS:
+        kinds[0, span.start : span.stop] = 1
+    names = inspect.signature(model.forward).parameters
+    name = next(one for one in ("mm_token_type_ids", "token_type_ids") if one in names)
+    own = whole(input_ids=ids, use_cache=False, **{name: kinds}).logits[0]
+    require_close(model, [found], [own], "where it reads in both directions")
+
+
 def _language_of(
     model: Any, family: _Family, num_rows: int
 ) -> tuple[PreTrainedModel, PictureEmbedding]:
+    if len({one.device for one in model.parameters()}) != 1:
+        raise refusal(model, "it reads pictures on one device: pass no device_map and no tp_plan")
     decoder = getattr(model.model, family.language)
     stock = decoder.get_input_embeddings()
-    if type(stock) is not nn.Embedding or not stock.weight.is_floating_point():
+    if type(stock).__name__ not in _TABLES or not stock.weight.is_floating_point():
         raise refusal(model, "its embedding is no plain table, and takes no rows of pictures")
     text_config = decoder.config
     with torch.device("meta"):
@@ -157,11 +195,15 @@ def _language_of(
     own._modules = dict(decoder._modules)
     tied = model.lm_head.weight.data_ptr() == stock.weight.data_ptr()
     table = PictureEmbedding.widening(stock, num_rows, model.config.image_token_id)
+    table.sees_ahead = _sees_ahead(family, text_config)
     if family.is_deep:
         table.deepen(len(model.config.vision_config.deepstack_visual_indexes))
     if tied:
         model.lm_head.weight.data = stock.weight.data
     own.set_input_embeddings(table)
+    if "embed_tokens_per_layer" in own._modules:
+        padding = text_config.pad_token_id
+        own.embed_tokens_per_layer = WithoutPictures(own.embed_tokens_per_layer, table, padding)
     language.model = own
     language.set_output_embeddings(model.lm_head)
     left = [name for name, one in language.named_parameters() if one.is_meta]
@@ -171,6 +213,13 @@ def _language_of(
     language.config.name_or_path = model.config.name_or_path
     language.eval()
     return language, table
+
+
+def _sees_ahead(family: _Family, text_config: Any) -> SeesAhead:
+    """Gemma 4 does so in its larger models alone."""
+    if family.sees_ahead == "windowed" and text_config.use_bidirectional_attention != "vision":
+        return "never"
+    return family.sees_ahead
 
 
 def _rows_of(level: Any) -> Tensor:

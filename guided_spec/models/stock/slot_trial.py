@@ -8,7 +8,8 @@ an engine feeds them, and their logits are compared:
    fewest columns of their slots and some before all: with the model's own forward of the whole
    texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
    mask of its own in its attention shows here, whatever its configuration says.
-   Where positions have three axes, those of these tokens differ, as a picture's do.
+   Where positions have three axes, those of these tokens differ, as a picture's do. Where pictures
+   are read in both directions, some of these are.
 2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
    model makes for itself. Windows that were read wrongly from its configuration show here.
 
@@ -117,6 +118,8 @@ PLACES = (
     ((0, 1, 1, 1, 1, 3), (0, 1, 1, 2, 2, 3), (0, 1, 2, 1, 2, 3)),
     ((0, 1, 1, 1, 1, 1), (0, 1, 2, 3, 4, 5), (0, 2, 1, 1, 2, 1)),
 )
+# Which of each row's first tokens see each other, where pictures do; each in a piece.
+SPANS = ((range(1, 3),), (range(2), range(4, 6)))
 STRIDE = 7  # between the ids of tokens
 
 # Of the logits of a token, without their mean: the norm of the difference by the norm.
@@ -154,6 +157,7 @@ class SlotTrial:
         self._cause = likely_cause(self._model)
         self._axes = slots.axes
         self._place([torch.tensor(PLACES[row]) for row in self._rows])
+        self._span([SPANS[row] for row in self._rows])
         self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
         self._full: Tensor | None = None  # of the last ones, at the end of a full slot
 
@@ -162,9 +166,14 @@ class SlotTrial:
         with CheckedEmbeddings():
             with errors_naming(self._model, "its own forward of a few tokens failed"):
                 ids, more = self._first.to(self._model.device), {}
+                steps = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
                 if self._axes is not None:
-                    steps = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
                     more["position_ids"] = self._axes.at(self._rows, steps)
+                if self._slots.spans is not None:
+                    whole = [ids.shape[1]] * len(ids)
+                    inputs = SlotInputs(ids, self._rows, [0] * len(ids), whole)
+                    masks = self._slots.masks(inputs, steps, ids.shape[1])
+                    more["attention_mask"] = masks
                 self._own = self._call(input_ids=ids, use_cache=False, **more).logits
             with errors_naming(self._model, "a forward over KV slots failed", self._cause):
                 self._check_pieces(self._forward_viewing, "over KV slots", self._slots.cache.commit)
@@ -198,12 +207,20 @@ class SlotTrial:
     def leave(self) -> None:
         """Texts may be in the slots from now on."""
         self._place([None] * len(self._rows))
+        self._span([()] * len(self._rows))
 
     def _place(self, prompts: Sequence[Tensor | None]) -> None:
         """The positions of each row's text, where they have three axes."""
         if self._axes is not None:
             for row, prompt in zip(self._rows, prompts, strict=True):
                 self._axes.put(row, prompt)
+
+    def _span(self, spans: Sequence[Sequence[range]]) -> None:
+        """What of each row's text sees each other, where pictures do."""
+        if self._slots.spans is not None:
+            size = self._first.shape[1]
+            for row, own in zip(self._rows, spans, strict=True):
+                self._slots.spans.put(row, [one for one in own if one.stop <= size])
 
     def feed(self, forward: Forward) -> None:
         """What ``check_packed`` feeds, without a look at what comes out: for its kernels."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.pictures.axes import SlotAxes
+from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.models.stock.routed import ExpertRecorder, recording_experts
 from guided_spec.models.stock.state_rules import record_rules, recording
@@ -63,6 +64,7 @@ class StockSlots:
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
         self.axes = SlotAxes.of(model, num_slots, max_length)
+        self.spans = SlotSpans.of(model)
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.
@@ -103,7 +105,7 @@ class StockSlots:
         if self.axes is not None:
             arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
-            arguments["attention_mask"] = self._masks.build(positions, plan.view, self.model.dtype)
+            arguments["attention_mask"] = self.masks(inputs, positions, plan.view)
         with ExitStack() as stack:
             stack.enter_context(shape_free_kernels())
             if self.cache.has_linear_state:
@@ -115,6 +117,13 @@ class StockSlots:
         if recorder is not None:
             recorder.cut(len(token_ids), width)
         return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
+
+    def masks(self, inputs: SlotInputs, positions: Tensor, view: int) -> Any:
+        """As the model takes them, for rows at ``positions`` [B, T] over the first ``view``."""
+        ahead = None
+        if self.spans is not None:
+            ahead = self.spans.fed(*inputs[1:], width=positions.shape[1])
+        return self._masks.build(positions, view, self.model.dtype, ahead)
 
     def _run(
         self, arguments: dict[str, Any], counts: Sequence[int], logits: LogitsKind

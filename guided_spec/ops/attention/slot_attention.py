@@ -57,6 +57,32 @@ class SharedPositions(NamedTuple):
     groups: Tensor
 
 
+class Span(NamedTuple):
+    """Tokens of a row that see each other, those that come later too, as of a picture in Gemma 3.
+
+    slot: of the row. first: where they begin in the line. positions: in the slot, all of which the
+    forward writes, so that the last token sees no more than it does by itself.
+    """
+
+    slot: int
+    first: int
+    positions: range
+
+
+class Ahead(NamedTuple):
+    """Tokens that see what comes later. windowed_only: in layers that have a window alone."""
+
+    spans: tuple[Span, ...] = ()
+    windowed_only: bool = False
+
+    def in_layer(self, window: Window | None) -> tuple[Span, ...]:
+        """Those that do so in a layer with this window."""
+        return () if self.windowed_only and window is None else self.spans
+
+
+NONE_AHEAD = Ahead()
+
+
 @dataclass(frozen=True, eq=False)
 class SlotIndex:
     """Where the tokens of a forward belong.
@@ -75,6 +101,7 @@ class SlotIndex:
     fits: whether it is known that no token goes beyond ``max_length``.
     axes: int32 [num_slots, A, max_length + 1]: by which positions each text's tokens are rotated,
         where these have several axes; see ``Rotation``. None: by those in the text.
+    ahead: which tokens see what comes later: known to the host, so not for a CUDA graph.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
@@ -92,6 +119,7 @@ class SlotIndex:
     shared: SharedPositions | None = None
     fits: bool = False
     axes: Tensor | None = None
+    ahead: Ahead = NONE_AHEAD
     # By the positions of a block, and the window.
     _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
     _seen: dict[Any, list[SeenRow]] = field(default_factory=dict, init=False, repr=False)
@@ -152,6 +180,27 @@ class SlotIndex:
                 piece = listed[0] if is_one_piece and begins_whole else None
                 yield SeenRow(slice(first, end), seen, blocks.long(), visible, piece)
             first = max(end, first)
+
+    def seen_ahead(self, block: int, window: Window | None) -> list[SeenRow]:
+        """What the tokens see that see what comes later; nothing waits for the device."""
+        key = (block, window, self.ahead)
+        if key not in self._seen:
+            spans = self.ahead.in_layer(window)
+            self._seen[key] = [self._whole(span, block, window) for span in spans]
+        return self._seen[key]
+
+    def _whole(self, span: Span, block: int, window: Window | None) -> SeenRow:
+        low = 0 if window is None else max(window.first(span.positions.start), 0)
+        seen, visible = range(low, span.positions.stop), None
+        if window is not None:  # it cuts what is before alone
+            device = self.tables.device
+            asking, stored = (
+                torch.arange(one.start, one.stop, device=device) for one in (span.positions, seen)
+            )
+            visible = stored >= window.first(asking).unsqueeze(1)
+        blocks = self.tables[span.slot, low // block : -(-seen.stop // block)].long()
+        tokens = slice(span.first, span.first + len(span.positions))
+        return SeenRow(tokens, seen, blocks, visible, None)
 
 
 class StoredAt(NamedTuple):
@@ -301,7 +350,8 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, from ``window.first(p)`` on; zeros come out where it sees none. An unused token writes
+    a window, from ``window.first(p)`` on; zeros come out where it sees none. Tokens of
+    ``index.ahead`` see all of their span besides. An unused token writes
     nothing that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
@@ -314,10 +364,14 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         attended: Tensor = attend(
             *(query, new, buffers, index), scale=scale, window=window, sinks=sinks
         )
-        return attended
-    if new is not None:
-        store_keys_values(new, buffers, index)
-    return _attend(query, buffers, index, scale, window, sinks)
+    else:
+        if new is not None:
+            store_keys_values(new, buffers, index)
+        attended = _attend(query, buffers, index, scale, window, sinks)
+    for row in index.seen_ahead(buffers.keys.shape[2], window):
+        found = _attend_row(query[row.tokens].float(), buffers, row, scale, sinks)
+        attended[row.tokens] = found.to(attended.dtype)
+    return attended
 
 
 def window_code(window: Window | None) -> int:

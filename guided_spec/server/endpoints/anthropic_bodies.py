@@ -14,6 +14,7 @@ from guided_spec.engine.chats.pictures import (
     OpenPicture,
     PictureRules,
     base64_bytes,
+    refuse_media,
     require_few,
 )
 from guided_spec.engine.chats.template import template_reads
@@ -227,6 +228,7 @@ def _block(block: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> str:
     if pictures.refusal is None:
         fields["image"] = _OF_IMAGE
     if kind not in fields:
+        refuse_media(path, str(kind))
         told = f"this model reads text, calls and their results, not {kind!r:.40}"
         meant = f": {pictures.refusal}" if kind == "image" else did_you_mean(kind, fields)
         raise _fault(path, told + meant)
