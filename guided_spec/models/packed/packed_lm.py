@@ -189,7 +189,7 @@ class LineShape(NamedTuple):
         return self.width >= LEAST_WIDTH
 
 
-class _Kind(NamedTuple):
+class ForwardKind(NamedTuple):
     """What a forward computes, besides its inputs.
 
     width: of ``LineShape``. layers: whose hidden states are kept. fits: see ``index_over``.
@@ -293,7 +293,9 @@ class PackedLM:
         is_alike = fits == shape.is_long and not (deepens or ahead.spans)
         has_graph = self._graphs is not None and self._graphs.has(shape.size) and is_alike
         records = has_graph or recorder is not None
-        body = partial(self._compute, _Kind(shape.width, layers, fits, records, deepens, ahead))
+        body = partial(
+            self._compute, ForwardKind(shape.width, layers, fits, records, deepens, ahead)
+        )
         if self._graphs is None:
             states, hidden, experts = body(upload(inputs, self._device))
         else:
@@ -354,7 +356,7 @@ class PackedLM:
             if num_groups:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             key = (shape, layers) if graphs.has(size) else None
-            kind = _Kind(shape.width, layers, shape.is_long, records=key is not None)
+            kind = ForwardKind(shape.width, layers, shape.is_long, records=key is not None)
             body, kinds = partial(self._compute, kind), partial(self._launch_kinds, kind)
             if graphs.prepare(key, inputs, body, kinds=kinds):
                 yield
@@ -368,14 +370,16 @@ class PackedLM:
         found = {shape.size: self._graphs.seconds((shape, layers)) for shape in shapes}
         return {size: seconds for size, seconds in found.items() if seconds is not None}
 
-    def _compute(self, kind: _Kind, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _compute(
+        self, kind: ForwardKind, inputs: Inputs
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """States, hidden states, and the ``ExpertRecorder.rows`` where any are recorded."""
         recorder = self._recorder() if kind.records else None
         fed = inputs["token_ids"], self._where(kind, inputs), self.memory, kind.layers
         output = self._decoder.forward(*fed, deepens=kind.deepens, recorder=recorder)
         return output.states, output.hidden_states, None if recorder is None else recorder.rows
 
-    def _launch_kinds(self, kind: _Kind, inputs: Inputs) -> None:
+    def _launch_kinds(self, kind: ForwardKind, inputs: Inputs) -> None:
         """Launch each kernel of such a ``_compute`` once, so that it is compiled."""
         recorder = self._recorder() if kind.records else None
         fed = inputs["token_ids"], self._where(kind, inputs), self.memory, kind.layers
@@ -384,7 +388,7 @@ class PackedLM:
     def _recorder(self) -> ExpertRecorder | None:
         return ExpertRecorder(self.expert_layers) if self.expert_layers else None
 
-    def _where(self, kind: _Kind, inputs: Inputs) -> SlotIndex:
+    def _where(self, kind: ForwardKind, inputs: Inputs) -> SlotIndex:
         size = len(inputs["token_ids"])
         index, shared = split_index(inputs["index"], size), None
         if "shared" in inputs:

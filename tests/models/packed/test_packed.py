@@ -26,7 +26,7 @@ from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, GraphPool, Inputs, bucket
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
-from guided_spec.models.packed.packed_lm import Rows
+from guided_spec.models.packed.packed_lm import ForwardKind, Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.packed_form import PackedForm
 from guided_spec.models.stock.slots import SlotInputs, SlotOutput
@@ -472,7 +472,7 @@ def test_one_layer_of_each_kind_does_all_that_layers_do(
     with torch.inference_mode():
         rows.grow(packed._tables)
         both = [
-            calls(partial(compute, 3, (1,), inputs, fits=False, records=records))
+            calls(partial(compute, ForwardKind(3, (1,), fits=False, records=records), inputs))
             for compute in (packed._compute, packed._launch_kinds)
         ]
     assert both[0] == both[1]
