@@ -160,7 +160,7 @@ def test_sampling_repeats_with_its_seed(model: str) -> None:
         (("--regex", "a", "--choice", "b"), "--choice=['b']: cannot go with --regex: choose one"),
         (("--regex", "", "--choice", "b"), "--choice=['b']: cannot go with --regex: choose one"),
         (("--proposer", "medusa"), "UnknownProposerError: --proposer='medusa'"),
-        (("--proposer", "draft_model"), "ConfigError: --draft=None"),
+        (("--proposer", "draft_model"), "ConfigError: --draft: "),
         (("-k", "99"), "--num-draft-tokens=99"),
         (("--proposer", "ngram", "--draft", "x"), "draft='x': ngram drafts without a model"),
         (("--temperature", "-1"), "temperature=-1"),
@@ -194,7 +194,7 @@ def test_no_option_is_advised_that_is_none(model: str) -> None:
     [
         (("--regex", "(ab"), 1, "GrammarCompileError", "unterminated"),
         (("--schema", "-", "--grammar", "-"), 1, "ConfigError", "--grammar='-': is standard input"),
-        (("--proposer", "draft_model"), 1, "ConfigError", "draft=None"),
+        (("--proposer", "draft_model"), 1, "ConfigError", "--draft: draft_model drafts"),
         (("--max-tokens", "many"), 2, "BadParameter", "Invalid value for '--max-tokens'"),
         (("--nonsense",), 2, "NoSuchOption", "--nonsense"),
     ],
