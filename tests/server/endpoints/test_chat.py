@@ -268,7 +268,7 @@ def test_mistakes_are_named(
             *("structured_outputs.choice", "structured_outputs.choice='': each option"),
         ),
         ({"guided_json": "{x"}, "guided_json", "the json_schema is not JSON"),
-        ({"guided_json": {"$ref": "a:b"}}, "guided_json", "the schema uses"),
+        ({"guided_json": {"$ref": "a:b"}}, "guided_json", "the JSON schema cannot be"),
         ({"response_format": {}}, "response_format.type", "response_format.type=None: "),
     ],
 )
