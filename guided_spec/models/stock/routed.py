@@ -10,14 +10,15 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from guided_spec.models.target import find_decoder
 from guided_spec.ops.host import Download
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What modules of experts call the argument after their states.
 EXPERT_IDS = {"top_k_index", "router_indices", "selected_experts", "expert_ids"}
@@ -43,6 +44,8 @@ class ExpertLayers(NamedTuple):
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel) -> ExpertLayers:
         """Those of a model of transformers, which reads a few tokens where it has any."""
+        from guided_spec.models.target import find_decoder  # with all code of models
+
         decoder: Any = find_decoder(model)
         found = {}
         for at, layer in enumerate(getattr(decoder, "layers", ())):
