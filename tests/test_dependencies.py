@@ -23,6 +23,7 @@ EXTRAS = {
     "evaluate": ("plots",),
     "models": ("lora", "parallel"),
     "server": ("serve", "telemetry"),
+    "trace": ("vision",),
     "training": ("train",),
 }
 # Engines with environments of their own: they load this package, or are measured.

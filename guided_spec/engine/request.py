@@ -274,10 +274,8 @@ class Request:
         self.trace = job.traced and TraceRecorder(job.traced, job.params, vocabulary, job.marker)
         self.routes = TextRoutes() if job.params.return_routed_experts else None
         self._logprobs: list[TokenLogprobs] = []
-        self._sent = 0
-        self._sent_logprobs = 0
+        self._sent = self._sent_logprobs = self._sent_steps = 0
         self._sent_tokens = len(job.prompt_ids)
-        self._sent_steps = 0
 
     @property
     def after_prompt(self) -> State:

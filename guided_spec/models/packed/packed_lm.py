@@ -285,6 +285,22 @@ class PackedLM:
         }
         if groups:
             inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
+        kind = self._kind(shape, layers, rows)
+        key = (shape, layers) if kind.records else None
+        if recorder is not None:
+            kind = kind._replace(records=True)
+        body = partial(self._compute, kind)
+        if self._graphs is None:
+            states, hidden, experts = body(upload(inputs, self._device))
+        else:
+            states, hidden, experts = self._graphs.run(key, inputs, body, overlapped=overlapped)
+        kept = max(total, 1)  # rows of no tokens ask for some all the same
+        if recorder is not None and experts is not None:
+            recorder.rows = experts[:kept]
+        return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
+
+    def _kind(self, shape: LineShape, layers: tuple[int, ...], rows: Rows) -> ForwardKind:
+        """What is computed for the rows; it records where it has a graph."""
         fits = shape.is_long and rows.fit(self._tables.max_length)
         axes = self._tables.axes
         # Few forwards read pictures: they run launch by launch, and no graph adds zeros.
@@ -292,19 +308,7 @@ class PackedLM:
         ahead = NONE_AHEAD if self._spans is None else self._spans.fed(*rows)
         is_alike = fits == shape.is_long and not (deepens or ahead.spans)
         has_graph = self._graphs is not None and self._graphs.has(shape.size) and is_alike
-        records = has_graph or recorder is not None
-        body = partial(
-            self._compute, ForwardKind(shape.width, layers, fits, records, deepens, ahead)
-        )
-        if self._graphs is None:
-            states, hidden, experts = body(upload(inputs, self._device))
-        else:
-            key = (shape, layers) if has_graph else None
-            states, hidden, experts = self._graphs.run(key, inputs, body, overlapped=overlapped)
-        kept = max(total, 1)  # rows of no tokens ask for some all the same
-        if recorder is not None and experts is not None:
-            recorder.rows = experts[:kept]
-        return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
+        return ForwardKind(shape.width, layers, fits, has_graph, deepens, ahead)
 
     def forward(
         self,
