@@ -9,8 +9,10 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+INTERRUPTED = 130  # as shells have it
 NEEDED = ("rich", "typer")
 SHORT = ("check", "generate", "trace")  # commands whose imports may take longer than their work
 UNCOLLECTED = (*SHORT, "serve")  # until ``collect_again``
@@ -18,8 +20,11 @@ UNCOLLECTED = (*SHORT, "serve")  # until ``collect_again``
 
 def run() -> None:
     """What the ``guided-spec`` script calls; one sentence where the extra ``cli`` is missing."""
+    _open_streams()
     try:
         from guided_spec.cli.main import app
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in NEEDED:
@@ -46,6 +51,12 @@ def run() -> None:
         raise SystemExit(1) from None
 
 
+def _open_streams() -> None:
+    """Outputs that were closed before the command began take everything, and keep nothing."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # to the end
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+
+
 def collect_again() -> None:
     """What is new is collected again, once what a short command needs is loaded."""
     if not gc.isenabled():
@@ -61,8 +72,7 @@ def _leave(code: int) -> None:
     if all(one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
         atexit._run_exitfuncs()
         with suppress(OSError):
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # it was closed before the command began
-                    stream.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     gc.unfreeze()

@@ -97,7 +97,7 @@ def _serve_own(
         fix = "they are another engine's, as --engine vllm's; leave them out"
         raise ConfigError("--engine-options", engine_options, fix)
     arguments = load.arguments(**others)
-    with _bound(site) as sockets, engine_interpreter() as interpreter:
+    with bound(site) as sockets, engine_interpreter() as interpreter:
         _require_packages()
         from guided_spec.server.service import ServerSettings
 
@@ -108,7 +108,7 @@ def _serve_own(
 
 
 @contextmanager
-def _bound(site: Site) -> Iterator[list[socket]]:
+def bound(site: Site) -> Iterator[list[socket]]:
     """Sockets at the address, before anything is loaded."""
     from guided_spec.server.listening import bind, close
 

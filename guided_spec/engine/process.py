@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 import logging
+import os
 import pickle
 import queue
 import signal
@@ -438,7 +439,7 @@ def serve() -> None:
         try:
             start = receive(connection)
         except (EOFError, OSError):  # the parent has ended before it knew what to load
-            return
+            os._exit(0)  # nothing is to be saved, and libraries complain about a frozen heap
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)
@@ -449,6 +450,7 @@ def serve() -> None:
         with contextlib.suppress(OSError):  # the parent has gone: the worker sees it too
             _send_all(connection, outgoing)
         worker.join()
+    gc.unfreeze()
 
 
 def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from guided_spec.engine.outputs import (
     warn_of_shortening,
 )
 from guided_spec.engine.target.routes import TextRoutes
-from guided_spec.errors import GrammarError, GuidedSpecError, TextCutShortError
+from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, TextCutShortError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.text.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.text.markers import Marker
@@ -33,6 +34,8 @@ from guided_spec.types import SamplingParams, TokenLogprobs, Verifier
 if TYPE_CHECKING:  # these load transformers
     from guided_spec.grammar.completion.completion import EndingsCache
     from guided_spec.grammar.pipeline import PendingGrammar
+
+_LOG = logging.getLogger(__name__)
 
 
 class TextDecoder:
@@ -402,7 +405,7 @@ class Request:
         """End the request and report its completion. Does nothing if it has ended already."""
         if self.state is State.FINISHED:
             return
-        text, params, constraint = self.text, self.job.params, self.text.constraint
+        text = self.text
         text.end(reason, error)
         reason, error = text.ended or reason, text.error
         self.state = State.FINISHED
@@ -410,6 +413,16 @@ class Request:
             self.job = self.job._replace(pictures=self.job.pictures.read())
         if self.job.pending is not None:
             self.job.pending.release()
+        try:
+            completion = self._completion(reason, error)
+        except Exception as failure:  # of ours; who waits for the request has to hear of it
+            _LOG.exception("the completion of a request cannot be made")
+            found = ModelError(f"its completion cannot be made: {failure!r}")
+            completion = Completion("", text.output_ids, "error", error or found, self.stats)
+        self._send(completion)
+
+    def _completion(self, reason: FinishReason, error: GuidedSpecError | None) -> Completion:
+        text, params, constraint = self.text, self.job.params, self.text.constraint
         self._output.finish()
         output_ids = text.output_ids
         self.stats.output_tokens = len(output_ids)
@@ -425,19 +438,17 @@ class Request:
         if error is None and self._is_shortened(reason, is_whole=is_whole):
             error = self._shortened()
             reason = reason if error is None else "error"
-        self._send(
-            Completion(
-                self._output.text,
-                output_ids,
-                reason,
-                error,
-                self.stats,
-                None if params.logprobs is None else self._logprobs,
-                error is None and is_whole,
-                self._constrained_text(),
-                params.grammar,
-                *self._recorded(reason),
-            )
+        return Completion(
+            self._output.text,
+            output_ids,
+            reason,
+            error,
+            self.stats,
+            None if params.logprobs is None else self._logprobs,
+            error is None and is_whole,
+            self._constrained_text(),
+            params.grammar,
+            *self._recorded(reason),
         )
 
     def fail(self, error: GuidedSpecError) -> None:

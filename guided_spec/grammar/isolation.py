@@ -250,7 +250,8 @@ def start_interpreter(program: str, **options: Any) -> Interpreter:
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno())],
+            # -P: a file of the current folder may have the name of a module.
+            [sys.executable, "-P", "-c", program, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,

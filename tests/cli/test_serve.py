@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be served: how to load the model, the settings, the host and its sockets."""
     calls: list[Any] = []
     monkeypatch.setattr("guided_spec.cli.serve._serve", lambda *given: calls.extend(given))
-    monkeypatch.setattr("guided_spec.cli.serve._bound", lambda site: nullcontext([site.port]))
+    monkeypatch.setattr("guided_spec.cli.serve.bound", lambda site: nullcontext([site.port]))
     monkeypatch.setattr("guided_spec.cli.serve.engine_interpreter", nullcontext)
     return calls
 

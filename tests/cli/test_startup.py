@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from guided_spec.cli import run
+from guided_spec.cli import console, run
 from guided_spec.cli.main import app
 from tests.docs.pages import ROOT
 
@@ -123,10 +123,28 @@ def test_output_that_cannot_be_written_is_told(arguments: str) -> None:
     assert (ended.stderr, ended.returncode) == (said, 1)
 
 
-def test_a_closed_output_is_no_error_of_ours() -> None:
-    command = f"exec {sys.executable} -c 'from guided_spec.cli import run; run()' --version >&-"
-    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert (ended.stderr, ended.returncode) == ("", 0)
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_an_output_that_was_closed_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """As by ``2>&-``: Python has None in its place."""
+    monkeypatch.setattr(sys, "argv", ["guided-spec"])
+    monkeypatch.setattr(sys, closed, None)
+    writes = {"stdout": console.stdout, "stderr": console.stderr}[closed]
+    monkeypatch.setattr("guided_spec.cli.main.app", lambda: writes().print("text"))
+    run()
+    {"stdout": sys.stdout, "stderr": sys.stderr}[closed].close()
+
+
+def test_ctrl_c_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "guided_spec.cli.main", Interrupting())
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130
 
 
 @pytest.mark.parametrize(

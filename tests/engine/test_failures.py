@@ -17,6 +17,7 @@ import torch
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.request import OutputText
 from guided_spec.errors import (
     ConfigError,
     GrammarCompileError,
@@ -204,6 +205,25 @@ def test_a_proposer_that_raises_fails_the_text_that_it_raises_for(spy: Spy) -> N
         assert "ZeroDivisionError: no draft" in str(failed.error)
         assert isinstance(failed.error.__cause__, ZeroDivisionError)
         assert len(failed.token_ids) == 1  # what was committed before is kept
+
+
+def test_a_completion_that_cannot_be_made_fails_its_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for it forever."""
+
+    def broken(_: object) -> None:
+        raise ValueError("of ours")
+
+    with make_llm("llama") as llm:
+        monkeypatch.setattr(OutputText, "finish", broken)
+        found = llm.generate(["A", "B"], SamplingParams(max_tokens=3), on_error="return")
+        monkeypatch.undo()
+        assert llm.generate("A", SamplingParams(max_tokens=3))[0].error is None
+    for output in found:
+        assert isinstance(output.error, ModelError)
+        assert "its completion cannot be made: ValueError('of ours')" in str(output.error)
+    assert "the completion of a request cannot be made" in caplog.text
 
 
 def test_close_ends_what_runs(spy: Spy) -> None:

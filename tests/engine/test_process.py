@@ -179,6 +179,14 @@ def test_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
         EngineProcess(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+def test_a_parent_that_ends_before_it_asks_for_a_model(capfd: pytest.CaptureFixture[str]) -> None:
+    started = start_interpreter(PROGRAM)
+    started.connection.close()
+    assert started.process.wait() == 0
+    assert capfd.readouterr() == ("", "")
+
+
 def _child_of_this_process() -> int:
     """The last one that runs an engine."""
     command = ["pgrep", "-n", "-f", "-P", str(os.getpid()), "guided_spec.engine.process"]

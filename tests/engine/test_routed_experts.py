@@ -297,3 +297,18 @@ def test_layers_that_choose_different_numbers_are_refused() -> None:
     model.model.layers[1].mlp.gate.top_k = 1
     assert not ExpertLayers.of(model)
     assert not ExpertLayers.of(build("llama"))
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1])
+def test_samples_and_requests_that_share_a_prompt(length: int) -> None:
+    """Of one token, which is nothing to share, too."""
+    prompt = list(range(3, 3 + length))
+    params = SamplingParams(return_routed_experts=True, temperature=0.9, seed=1, max_tokens=4)
+    with make_llm("mixtral") as llm:
+        found = llm.generate([prompt, prompt], replace(params, n=2))
+    completions = [one for output in found for one in output.completions]
+    assert len(completions) == 4
+    for one in completions:
+        assert one.error is None
+        assert one.routed_experts is not None
+        assert len(one.routed_experts.experts) == length + len(one.token_ids) - 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -266,3 +267,14 @@ def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
         assert pids(backend)
         with pytest.raises(GrammarCompileError, match="lookahead"):
             backend.compile(GrammarSpec.regex("(?=[ab]{300})").after("cab"))
+
+
+def test_a_file_of_the_folder_hides_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    started = isolation.start_interpreter("import queue; queue.Queue")
+    with started.connection:
+        assert started.process.wait() == 0

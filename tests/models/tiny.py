@@ -35,7 +35,12 @@ LLAMA3_ROPE = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = ["sliding_attention", "full_attention"] * 2
-GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": MIXED}
+GEMMA: dict[str, Any] = {
+    "head_dim": 8,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 8,
+    "layer_types": MIXED,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -187,18 +187,19 @@ def _tokenizer(image: str) -> Any:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
-    gemma = {"boi": "<img>", "eoi": "</img>"}
-    if image == "<img>":  # else a processor takes it for its own
-        gemma["image"] = "<IMG_CONTEXT>"
-    for name, token_id, text in (
-        ("start_image_token", "start_image_token_id", "<img>"),
-        ("end_image_token", "end_image_token_id", "</img>"),
-        ("context_image_token", "context_image_token_id", "<IMG_CONTEXT>"),
-        ("video_token", "video_token_id", "<video>"),
-        *((f"{name}_token", f"{name}_token_id", text) for name, text in gemma.items()),
-    ):
+    named = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+        "boi_token": "<img>",
+        "eoi_token": "</img>",
+    }
+    if image == "<img>":  # Gemma's; else a processor takes it for its own
+        named["image_token"] = "<IMG_CONTEXT>"
+    for name, text in named.items():
         setattr(tokenizer, name, text)
-        setattr(tokenizer, token_id, tokenizer.convert_tokens_to_ids(text))
+        setattr(tokenizer, "_".join((name, "id")), tokenizer.convert_tokens_to_ids(text))
     return tokenizer
 
 

@@ -157,7 +157,7 @@ def test_spans_are_what_follows_without_text(lengths: list[int], first: int) -> 
 
 def test_a_form_that_reads_in_one_direction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     language = split_vision(copy.deepcopy(sighted(FAMILY).model), 8).language
-    limits = {"num_slots": 2, "max_length": 64}
+    limits: dict[str, Any] = {"num_slots": 2, "max_length": 64}
     assert make_causal_lm(language, kernels="packed", **limits).spans is not None
     monkeypatch.setattr(slot_attention.Ahead, "in_layer", lambda *_: ())
     with pytest.raises(ModelError, match="in packed form differ"):
@@ -179,7 +179,8 @@ def test_pictures_that_would_be_read_otherwise_are_refused(
     else:
         known: Any = one.model.get_input_embeddings()
         weight = known.weight.detach() * known.embed_scale
-        one.model.set_input_embeddings(Table(*weight.shape, _weight=weight))
+        table: Any = Table
+        one.model.set_input_embeddings(table.from_pretrained(weight))
     with one.llm(tokenizer=one.processor.tokenizer) as llm:
         assert reason in str(llm.sight.refusal)
         with pytest.raises(ConfigError, match=reason):

@@ -59,7 +59,8 @@ class TextRoutes:
     def copy(self, source: TextRoutes, length: int) -> None:
         """Begin with the first ``length`` tokens of ``source``, whose text begins alike."""
         self.length, self.layers = length, source.layers
-        self._known, self._coming = [source.rows(length)], deque()
+        found = source.rows(length)
+        self._known, self._coming = [found] if len(found) else [], deque()
 
     def rows(self, length: int) -> NDArray[np.int16]:
         """[n, L * top_k] of the first ``length`` tokens, or as many as are known."""
