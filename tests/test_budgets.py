@@ -12,7 +12,7 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_265,  # 315 more: messages name options, images, quick ends, full disks, vLLM in bench
+    "cli": 2_275,  # 325 more: messages name options, images, quick ends, full disks, vLLM in bench
     "engine": 8_145,  # 1,695 more: switches, templates, refusals, pictures, options, experts
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions

@@ -85,7 +85,7 @@ def _run(batch: Batch, load: ModelOptions, proposer: str | None) -> None:
         batch.refuse_faults()
         return
     with working("loading the model"):
-        llm = load.load(proposer=proposer)
+        llm = load.load_for_texts(proposer=proposer)
         from guided_spec.engine.rows.progress import ProgressBar
 
         stderr().print(repr(llm), style="dim")

@@ -94,7 +94,7 @@ def generate(
         return
     params, prompt = asked.params(), asked.message(asked.text())
     with working("loading the model") as status:
-        llm = load.load(proposer=proposer)
+        llm = load.load_for_texts(proposer=proposer)
         if not as_json:
             stderr().print(repr(llm), style="dim")
         writer = _Writer(status, is_silent=as_json)

@@ -69,15 +69,21 @@ class ModelOptions:
         """
         from guided_spec.engine.llm import LLM
 
-        if self.model is None and THREADS not in os.environ:
-            import torch
-
-            # The bundled model is so small that threads wait for each other: with two, a batch took
-            # a tenth longer and half more of the processors.
-            torch.set_num_threads(1)
         llm = LLM(**self.arguments(**others))
         collect_again()
         return llm
+
+    def load_for_texts(self, **others: Any) -> LLM:
+        """As ``load``, where nothing is measured: the bundled model computes in one thread.
+
+        It is so small that threads wait for each other: with two, a batch of texts took a tenth
+        longer and half more of the processors.
+        """
+        if self.model is None and THREADS not in os.environ:
+            import torch
+
+            torch.set_num_threads(1)
+        return self.load(**others)
 
     def arguments(self, **others: Any) -> dict[str, Any]:
         """Arguments of ``LLM``: those that are not None. others: further ones.

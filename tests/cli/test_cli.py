@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 import typer
 from rich.console import Console
 from rich.status import Status
@@ -482,3 +483,30 @@ def test_how_the_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) 
     refused = run(command, *given, "--device-map", "all")
     assert "--device-map='all': must be one of auto," in " ".join(refused.stderr.split())
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("command", "threads"), [("generate", 1), ("bench", 2)])
+def test_the_bundled_model_writes_in_one_thread(
+    command: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is measured, and nobody says how many."""
+    seen: list[int] = []
+
+    def load(**_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise ModelError("seen")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr("guided_spec.engine.llm.LLM", load)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = {"generate": ["a"]}.get(command, [])
+    try:
+        for other in ([], ["--model", "a/b"]):
+            torch.set_num_threads(2)
+            run(command, *given, *other)
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        run(command, *given)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [threads, 2, 2]
