@@ -18,6 +18,7 @@ GrammarTables = Literal["auto", "always", "off"]
 Drafting = Literal["auto", "always"]
 
 LARGEST_DRAFT = 64
+THREADS = "OMP_NUM_THREADS"  # of the environment: who sets it decides how many torch has
 LARGEST_BATCH, MOST_THREADS = 2**16, 1024  # more are a slip, and take all memory
 
 

@@ -212,8 +212,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _read_stop(self.stop))
         stops = _read_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         object.__setattr__(self, "stop_token_ids", stops)
-        require_switches(ignore_eos=self.ignore_eos, echo=self.echo)
-        require_switches(return_routed_experts=self.return_routed_experts)
+        routed = self.return_routed_experts
+        require_switches(ignore_eos=self.ignore_eos, echo=self.echo, return_routed_experts=routed)
         require_kind("complete", self.complete, bool | None)
         require_one_of("on_short", self.on_short, get_args(OnShort))
         require_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)

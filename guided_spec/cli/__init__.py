@@ -31,8 +31,9 @@ def run() -> None:
             raise
         sentence = f"guided-spec needs {missing}: pip install 'guided-spec[cli]'"
         raise SystemExit(sentence) from None
-    is_short = sys.argv[1:2] and sys.argv[1] in SHORT
-    if sys.argv[1:2] and sys.argv[1] in UNCOLLECTED:  # nothing that torch imports is garbage
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    is_short = command in SHORT
+    if command in UNCOLLECTED:  # nothing that torch imports is garbage
         gc.disable()
     try:
         app()

@@ -20,6 +20,7 @@ import typer
 from guided_spec.cli import collect_again
 from guided_spec.cli.console import print_json, stderr
 from guided_spec.cli.words import grammar_option
+from guided_spec.config import THREADS
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
 from guided_spec.grammar.spec import GrammarSpec
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # this loads torch
     from guided_spec.engine.llm import LLM
 
 STDIN = "-"
-THREADS = "OMP_NUM_THREADS"  # who sets it decides how many torch has
 OWN, VLLM = "guided_spec", "vllm"  # engines
 Proposer = Annotated[str | None, typer.Option(help="Drafting method; chain:a+b combines several.")]
 

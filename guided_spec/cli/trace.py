@@ -95,9 +95,9 @@ def _write(
     from guided_spec.trace.page import render_page
     from guided_spec.trace.record import to_json
 
-    pictures = [OpenPicture.of("--image", one.read_bytes()).image() for one in images]
     for path in outputs:
         if path.suffix == ".html":
+            pictures = [OpenPicture.of("--image", one.read_bytes()).image() for one in images]
             text = render_page(traces, prompt=prompt, pictures=pictures)
         else:
             text = to_json(traces, indent=2) + "\n"

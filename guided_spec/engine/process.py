@@ -8,12 +8,12 @@ into messages: the thread sends them from where they are.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import io
 import itertools
 import logging
-import os
 import pickle
 import queue
 import signal
@@ -434,12 +434,13 @@ def serve() -> None:
     import guided_spec.engine.runner  # noqa: F401  # the parent may not know yet what to load
 
     gc.freeze()  # nothing that has been imported is garbage
+    atexit.register(gc.unfreeze)  # libraries complain about what is left at the end
     gc.enable()
     with Connection(int(sys.argv[1])) as connection:
         try:
             start = receive(connection)
         except (EOFError, OSError):  # the parent has ended before it knew what to load
-            os._exit(0)  # nothing is to be saved, and libraries complain about a frozen heap
+            return
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(start.level)
@@ -450,7 +451,6 @@ def serve() -> None:
         with contextlib.suppress(OSError):  # the parent has gone: the worker sees it too
             _send_all(connection, outgoing)
         worker.join()
-    gc.unfreeze()
 
 
 def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:

@@ -21,11 +21,11 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+from guided_spec.config import THREADS
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
 VARIABLE = "GUIDED_SPEC_VLLM"
-THREADS = "OMP_NUM_THREADS"  # who sets it decides how many torch has
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 COUNTER = "guided_spec_vllm_repairs"

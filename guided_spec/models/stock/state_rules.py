@@ -63,12 +63,16 @@ def _delta_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
     return args, {**kwargs, **changed, "initial_state": before, "output_final_state": True}
 
 
+def _time_steps(steps: Tensor, bias: Tensor | None, *, softplus: bool) -> Tensor:
+    """What scales the tokens in Mamba's scans. bias: of the shape of ``steps``, or fits it."""
+    if bias is not None:
+        steps = steps + bias.to(steps.dtype)
+    return functional.softplus(steps) if softplus else steps
+
+
 def _scan_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
     (states, steps, *others), kwargs = call
-    if kwargs.get("dt_bias") is not None:
-        steps = steps + kwargs["dt_bias"].to(steps.dtype)
-    if kwargs.get("dt_softplus"):
-        steps = functional.softplus(steps)
+    steps = _time_steps(steps, kwargs.get("dt_bias"), softplus=bool(kwargs.get("dt_softplus")))
     low, high = kwargs.get("dt_limit", (0.0, float("inf")))
     steps = steps.clamp(low, high).masked_fill(dropped.unsqueeze(2), 0)  # [B, T, heads]
     changed = {
@@ -115,10 +119,8 @@ def selective_scan(  # noqa: PLR0913  # transformers calls it so
     Returns y [batch, d, T] and the state after all tokens, float32 [batch, d, n]. The arguments are
     those of transformers' function, and each operation is rounded as there.
     """
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = functional.softplus(dt)
+    bias = None if delta_bias is None else delta_bias[:, None]
+    dt = _time_steps(dt, bias, softplus=delta_softplus)
     decays = torch.exp(A[None, :, None, :] * dt[..., None])
     added = dt[..., None] * B.transpose(1, 2)[:, None].float() * hidden_states[..., None].float()
     state = added.new_zeros(added[:, :, 0].shape) if initial_state is None else initial_state
@@ -134,10 +136,9 @@ def selective_scan(  # noqa: PLR0913  # transformers calls it so
 
 def _selective_without(call: Call, dropped: Tensor, before: Tensor | None) -> Call:
     (states, steps, *others), kwargs = call
-    if kwargs.get("delta_bias") is not None:
-        steps = steps + kwargs["delta_bias"].to(steps.dtype)[..., None]
-    if kwargs.get("delta_softplus"):
-        steps = functional.softplus(steps)
+    bias = kwargs.get("delta_bias")
+    bias = None if bias is None else bias[:, None]
+    steps = _time_steps(steps, bias, softplus=bool(kwargs.get("delta_softplus")))
     changed = {"delta_bias": None, "delta_softplus": False, "initial_state": before}
     return (states, steps.masked_fill(dropped[:, None], 0), *others), {**kwargs, **changed}
 

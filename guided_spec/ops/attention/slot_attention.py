@@ -183,9 +183,10 @@ class SlotIndex:
 
     def seen_ahead(self, block: int, window: Window | None) -> list[SeenRow]:
         """What the tokens see that see what comes later; nothing waits for the device."""
+        if not (spans := self.ahead.in_layer(window)):  # as of nearly all forwards
+            return []
         key = (block, window, self.ahead)
         if key not in self._seen:
-            spans = self.ahead.in_layer(window)
             self._seen[key] = [self._whole(span, block, window) for span in spans]
         return self._seen[key]
 

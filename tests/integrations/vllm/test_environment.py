@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.peers import ENVIRONMENT
+from guided_spec.config import THREADS
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm import plugin
 from guided_spec.integrations.vllm.llm import PROCESSES
-from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, THREADS, VARIABLE
+from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from tests.integrations.vllm.parts import make_config  # noqa: E402
