@@ -229,6 +229,11 @@ class GrammarDeadEndError(GrammarError):
     """No token of the vocabulary can legally continue the text generated so far."""
 
 
+def reason_of(error: Exception) -> str:
+    """Why something failed: a system's error in words, without its number and path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def _shorten(value: object, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

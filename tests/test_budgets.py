@@ -12,10 +12,10 @@ PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
-    "cli": 2_275,  # 325 more: messages name options, images, quick ends, full disks, vLLM in bench
+    "cli": 2_285,  # 335 more: messages name options, images, quick ends, full disks, vLLM in bench
     "engine": 8_145,  # 1,695 more: switches, templates, refusals, pictures, options, experts
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
-    "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions
+    "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
     "models": 13_040,  # 2,060 more: latents, experts, MTP, pictures both ways, norms, Mamba
@@ -24,7 +24,7 @@ BUDGETS = {
     "server": 5_190,  # 280 more: usual fields of clients, faults of inner fields, pictures
     "trace": 810,  # 50 more: axes with numbers, thumbnails
     "training": 6_465,  # 35 more: answers that are written together, forced tokens in numpy
-    ".": 2_300,  # 190 more: room, one rule for the nearest known names, pictures, experts
+    ".": 2_315,  # 205 more: room, reasons, one rule for the nearest known names, pictures, experts
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

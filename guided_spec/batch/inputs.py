@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.engine.rows.template import no_column
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 
 INPUT = "--input"
 MAX_LINE_BYTES = 2**26  # of JSON: a longer line is a file without line breaks
@@ -136,7 +136,7 @@ def _require_header(path: Path, header: Sequence[str], columns: Sequence[str]) -
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(INPUT, str(path), f"cannot be read: {error}")
+    return ConfigError(INPUT, str(path), f"cannot be read: {reason_of(error)}")
 
 
 _READERS: dict[str, Reader] = {

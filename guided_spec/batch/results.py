@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 
 OUTPUT = "--output"
 _ID = "batch_req_"
@@ -210,5 +210,5 @@ def _key(custom_id: str) -> bytes:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    fix = f"must be a file that can be written ({error.strerror or error})"
+    fix = f"must be a file that can be written ({reason_of(error)})"
     return ConfigError(OUTPUT, str(path), fix)

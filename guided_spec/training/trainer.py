@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
+from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError, reason_of
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.compiled_layers import compile_layers
@@ -166,7 +166,7 @@ def check_folder(option: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        fix = f"cannot be written to ({error}): pass another folder"
+        fix = f"cannot be written to ({reason_of(error)}): pass another folder"
         raise ConfigError(option, str(folder), fix) from error
 
 

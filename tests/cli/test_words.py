@@ -92,8 +92,8 @@ def test_mistakes_before_a_model_is_loaded(arguments: list[str], said: str) -> N
         ("a.json", '{"type": "strnig"}', "not a JSON schema: at '/type': 'strnig' is no type"),
         ("a.json", '{"type": 5}', "not a JSON schema: at '/type': 5 is no type"),
         ("a.json", "{", "the json_schema is not JSON"),
-        ("a.ebnf", 'root ::= "a', "the ebnf does not compile: "),
-        ("a.gbnf", "root ::= b", "the ebnf does not compile: "),
+        ("a.ebnf", 'root ::= "a', "the grammar does not compile: "),
+        ("a.gbnf", "root ::= b", "the grammar does not compile: "),
         ("a.lark", 'start: "a', "the lark does not compile: "),
     ],
 )

@@ -116,7 +116,7 @@ def _encoded(part: str) -> str:
     held = intersect(complement(held) if is_negated else held, _ENCODED)
     if not held:
         reason = f"the class {part} holds no character that UTF-8 encodes; leave it out"
-        raise GrammarCompileError(f"the ebnf does not compile: {reason}")
+        raise GrammarCompileError(f"the grammar does not compile: {reason}")
     return f"[{''.join(f'{_escape(low)}-{_escape(high)}' for low, high in held)}]"
 
 

@@ -350,7 +350,8 @@ def _reported(kind: GrammarKind) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, RecursionError) as error:
         reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
-        raise GrammarCompileError(f"the {kind} does not compile: {reason}") from error
+        named = "grammar" if kind == "ebnf" else kind  # it may be a file of GBNF
+        raise GrammarCompileError(f"the {named} does not compile: {reason}") from error
 
 
 def _compile(compilers: _Compilers, text: XGrammarText) -> Any:

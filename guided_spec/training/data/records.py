@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.engine.prompt import Message
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 from guided_spec.grammar.spec import GrammarSpec
 
 # How a record names its grammar: the constructor, of one argument or of several.
@@ -327,7 +327,7 @@ def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
                     source = f"{path.name}:{number}"
                     yield Line(source, _read_object(text, argument, source))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(argument, str(path), f"cannot be read: {error}") from error
+        raise ConfigError(argument, str(path), f"cannot be read: {reason_of(error)}") from error
 
 
 def _read_object(text: str, argument: str, source: str) -> Record:
