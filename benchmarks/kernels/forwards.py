@@ -23,7 +23,7 @@ from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
-from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
+from guided_spec.models.quantized.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import LayerStates
 from guided_spec.models.packed_form import PackedForm

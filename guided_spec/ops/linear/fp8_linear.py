@@ -11,7 +11,7 @@ factor for each output or for all of a matrix are blocks of a row, or of everyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -66,7 +66,22 @@ class Fp8Weight(NamedTuple):
         spread = [
             part.scales.repeat_interleave(part.block[0], 0)[: len(part.values)] for part in parts
         ]
-        return cls(values, torch.cat(spread), (1, columns), nobody_arrived(len(values), values.device))
+        return cls(
+            values, torch.cat(spread), (1, columns), nobody_arrived(len(values), values.device)
+        )
+
+    @property
+    def form(self) -> Hashable:
+        """What is equal of weights that can be joined."""
+        return "fp8", self.block[1]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``fp8_linear``."""
+        return fp8_linear(x, self, bias)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """``whole_matrix``."""
+        return whole_matrix(self, dtype)
 
 
 def nobody_arrived(outputs: int, device: torch.device) -> Tensor:

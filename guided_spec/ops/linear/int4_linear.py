@@ -145,7 +145,8 @@ def multiply_out(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 def _in_stored_order(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     numbers = unpacked(weight).unflatten(1, (-1, weight.group))
     centered = numbers.float() - weight.zeros.T.unsqueeze(2)
-    return (centered * weight.scales.T.unsqueeze(2)).to(dtype).flatten(1)
+    found: Tensor = centered * weight.scales.T.unsqueeze(2)
+    return found.to(dtype).flatten(1)
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:

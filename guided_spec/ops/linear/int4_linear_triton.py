@@ -95,7 +95,7 @@ def multiply(
             *(x, weight.values, weight.factors),
             *(product if bias is None else bias.contiguous(), product, parts, weight.arrived),
             *(count, outputs, inputs // IN_WORD, taken * quarter, weight.group),
-            *(bias is not None, slices > 1, _is_nvidia(), tiling.outputs, tiling.tokens),
+            *(bias is not None, slices > 1, _can_take_two(), tiling.outputs, tiling.tokens),
             *(quarter, min(weight.group // quarter, IN_WORD)),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -103,27 +103,34 @@ def multiply(
     return product
 
 
-def _is_nvidia() -> bool:
+def _can_take_two() -> bool:
     return torch.version.cuda is not None and not knobs.runtime.interpret
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _power(kind: tl.dtype) -> int:
+    """The bits of a power of two whose last 4 bits count ones; 0 where a conversion is as fast."""
+    return {"bf16": 0x4300, "fp16": 0x6400}.get(kind.name, 0)
 
 
 # Triton reads annotations as its own, so the arguments have none.
 @triton.jit  # type: ignore[untyped-decorator]
 def _raised(  # type: ignore[no-untyped-def]
-    words, SHIFT: tl.constexpr, KIND: tl.constexpr, IS_NVIDIA: tl.constexpr
+    words, SHIFT: tl.constexpr, KIND: tl.constexpr, BY_TWO: tl.constexpr
 ):
-    """4 bits of each word as floating numbers, plus a power of two where that spares a conversion.
+    """4 bits of each word as floating numbers, plus ``_power``.
 
-    IS_NVIDIA: words are of 16 bits, and two are taken at once.
+    BY_TWO: words are of 16 bits, and two are taken at once, in code for NVIDIA.
     """
-    if KIND != tl.bfloat16 and KIND != tl.float16:
+    POWER: tl.constexpr = _power(KIND)
+    if POWER == 0:
         raised = ((words >> SHIFT) & 0xF).to(KIND)
     else:
-        POWER: tl.constexpr = 0x4300 if KIND == tl.bfloat16 else 0x6400
-        if IS_NVIDIA:
+        if BY_TWO:
             BOTH: tl.constexpr = POWER * 0x10001
-            bits = tl.inline_asm_elementwise(  # shift, then (word & mask) | powers
-                f"{{ .reg .b32 w; shr.b32 w, $1, {SHIFT}; lop3.b32 $0, w, 0x000F000F, {BOTH}, 0xEA; }}",
+            bits = tl.inline_asm_elementwise(  # shifted, (words & mask) | powers
+                f"{{ .reg .b32 w; shr.b32 w, $1, {SHIFT};"
+                f" lop3.b32 $0, w, 0x000F000F, {BOTH}, 0xEA; }}",
                 constraints="=r,r",
                 args=[words],
                 dtype=tl.uint16,
@@ -157,7 +164,7 @@ def _int4_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
     group,
     HAS_BIAS: tl.constexpr,
     IS_SLICED: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    BY_TWO: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     QUARTER: tl.constexpr,
@@ -188,8 +195,8 @@ def _int4_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
                 total += found * _scale(factor)[:, None]
                 found = tl.zeros([OUTPUTS, TOKENS], tl.float32)
                 factor = tl.load(factors + (input // group) * outputs + there)
-            zero = _raised(factor & 0xF, 0, KIND, False)
-            weight = _raised(words, 4 * quarter, KIND, IS_NVIDIA) - zero[:, None]
+            zero = _raised(factor & 0xF, 0, KIND, BY_TWO=False)
+            weight = _raised(words, 4 * quarter, KIND, BY_TWO) - zero[:, None]
             found = tl.dot(weight, states, found, input_precision="ieee")
         total += found * _scale(factor)[:, None]
     element = token.to(tl.int64)[None, :] * outputs + output[:, None]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guided_spec.errors import ModelError
-from guided_spec.models.fp8 import Fp8Recipe
+from guided_spec.models.quantized.fp8 import Fp8Recipe
 from guided_spec.models.heads.weights import (
     dequantize,
     fill_head,

@@ -143,7 +143,9 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"numbers=.*must be torch.uint8 of shape \[O, I\]"):
         Int4Weight.of(numbers.float(), scales, zeros)
     for wrong in (scales[:, :3], torch.ones(5, 4), scales[:0]):
-        with pytest.raises(ConfigError, match=r"scales=.*must be \[G, 4\], in G equal groups of the 12"):
+        with pytest.raises(
+            ConfigError, match=r"scales=.*must be \[G, 4\], in G equal groups of the 12"
+        ):
             Int4Weight.of(numbers, wrong, zeros)
     with pytest.raises(ConfigError, match=r"zeros=.*must be torch.uint8 of shape \(3, 4\)"):
         Int4Weight.of(numbers, scales, zeros.float())
