@@ -143,7 +143,7 @@ def _raised(  # type: ignore[no-untyped-def]
     return raised
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scale(factor):  # type: ignore[no-untyped-def]
     return (factor & ~0xF).to(tl.float32, bitcast=True)
 

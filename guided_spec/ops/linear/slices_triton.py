@@ -11,8 +11,8 @@ import triton.language as tl
 
 
 # Triton reads annotations as its own, so the arguments have none.
-@triton.jit  # type: ignore[untyped-decorator]
-def is_last_slice(total, part, arrived, is_written):
+@triton.jit
+def is_last_slice(total, part, arrived, is_written):  # type: ignore[no-untyped-def]
     """Store a slice's ``total`` at ``part``; whether those of all slices, program_id(2), are there.
 
     arrived: address of the counter that the programs of these outputs share.
@@ -26,8 +26,8 @@ def is_last_slice(total, part, arrived, is_written):
     return is_last
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_of_slices(first, whole, is_written):
+@triton.jit
+def sum_of_slices(first, whole, is_written):  # type: ignore[no-untyped-def]
     """first: addresses in the first slice; whole: numbers of each slice."""
     total = tl.load(first, mask=is_written, other=0.0, cache_modifier=".cg")
     for part in range(1, tl.num_programs(2)):
