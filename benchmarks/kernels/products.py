@@ -1,8 +1,8 @@
 """What a product with a weight costs: ``python -m benchmarks.kernels.products --device cuda``.
 
 Times it with weights in int4 and fp8, as they are and multiplied out first, and in bfloat16, by
-torch and by ``guided_spec.ops.linear.linear``; behind a norm each, as in a forward, and on CUDA in a graph over
-so many weights that no cache holds them. Beside it the time that reading them would take.
+torch and by ``guided_spec.ops.linear.linear``; after a norm each, as in a forward, and on CUDA in a
+graph over so many weights that no cache holds them. Next to it the time that reading them takes.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ of its sum.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def multiply(
             *(product if bias is None else bias.contiguous(), product, parts, weight.arrived),
             *(count, outputs, inputs // IN_WORD, taken * quarter, weight.group),
             *(bias is not None, slices > 1, _can_take_two(), tiling.outputs, tiling.tokens),
-            *(quarter, min(weight.group // quarter, IN_WORD)),
+            *(quarter, math.gcd(weight.group // quarter, IN_WORD)),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
