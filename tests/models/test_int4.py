@@ -208,7 +208,7 @@ def test_modules_that_draft_are_left_out(tmp_path: Path) -> None:
     torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("what", ["experts", "head"])
+@pytest.mark.parametrize("what", ["experts", "head", "activations"])
 def test_other_modules_in_int4_are_left_to_transformers(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,10 +223,12 @@ def test_other_modules_in_int4_are_left_to_transformers(
             for suffix in ("qweight", "qzeros", "scales"):
                 changes[one.replace("weight", suffix)] = torch.zeros(1)
         rewrite(tmp_path, changes)
+    elif what == "activations":
+        rewrite(tmp_path, {"model.layers.1.mlp.act.scales": torch.ones(96)})
     with caplog.at_level(logging.WARNING), pytest.raises(ModelError, match="gptqmodel"):
         load_model(tmp_path, device="cpu")
-    found = r"experts.0.down_proj" if what == "experts" else "lm_head"
-    assert f"{found} is in int4, and neither a linear layer" in caplog.text
+    found = {"experts": "experts.0.down_proj", "head": "lm_head", "activations": "mlp.act"}[what]
+    assert f"{found} is quantized, and no linear layer of the decoder" in caplog.text
 
 
 WEIGHTS = FORMS["compressed groups"].quantization["config_groups"]["group_0"]["weights"]

@@ -90,12 +90,11 @@ def load_int4(
         _LOG.warning(others, path, recipe.obstacle)
         return None
     checkpoint = Checkpoint.open(path, revision=arguments.get("revision"), argument="model")
-    names = layer_names(checkpoint.names, recipe, checkpoint.source)
     try:
+        names = layer_names(checkpoint.names, recipe, checkpoint.source)
         model = load_replaced(path, "int4", names, config, arguments)
     except OthersError as error:
-        reason = f"{error} is in int4, and neither a linear layer of the decoder nor part of one"
-        _LOG.warning(others, path, reason)
+        _LOG.warning(others, path, f"{error} is quantized, and no linear layer of the decoder")
         return None
     for name, module in model.named_modules():
         if isinstance(module, Int4Linear):
@@ -128,13 +127,17 @@ def _fill(
 def layer_names(names: Collection[str], recipe: Int4Recipe, source: str) -> frozenset[str]:
     """The layers with weights in int4. names: of all tensors of a checkpoint.
 
-    source: to name in the error. Raises ModelError for a layer that lacks one of its tensors.
+    source: to name in the error. Raises ModelError for a layer that lacks one of its tensors, and
+    OthersError for scales alone: AWQ has such for activations of some families.
     """
     parts = {
         suffix: {name.removesuffix(f".{suffix}") for name in names if name.endswith(f".{suffix}")}
         for suffix in recipe.names
     }
     found = set[str]().union(*parts.values())
+    numbers, scales, last = parts.values()
+    if alone := scales - numbers - last:
+        raise OthersError(min(alone))
     for suffix, layers in parts.items():
         if lacking := found - layers:
             at, have = min(lacking), [one for one in parts if min(lacking) in parts[one]]
