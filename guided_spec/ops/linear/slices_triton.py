@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-AT_ONCE: tl.constexpr = tl.constexpr(4)
+SMALL = tl.constexpr(2048)  # numbers of a part, of which several fit into registers
 
 
 # Triton reads annotations as its own, so the arguments have none.
@@ -33,6 +33,7 @@ def sum_of_slices(first, whole, is_written):  # type: ignore[no-untyped-def]
     """first: addresses in the first slice; whole: numbers of each slice."""
     total = tl.load(first, mask=is_written, other=0.0, cache_modifier=".cg")
     count = tl.num_programs(2)
+    AT_ONCE: tl.constexpr = 4 if first.shape[0] * first.shape[1] <= SMALL else 1
     for begin in range(1, count, AT_ONCE):
         for at in tl.static_range(AT_ONCE):  # these are asked for together
             part = tl.full([1, 1], begin + at, tl.int32)
