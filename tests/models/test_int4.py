@@ -63,7 +63,9 @@ def test_texts_are_those_of_the_same_numbers_in_float32(form: str, tmp_path: Pat
     assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "phi3", "qwen3_next"]
+)
 @torch.inference_mode()
 def test_other_families(name: str, tmp_path: Path) -> None:
     """With biases, norms, latents, and experts that are not quantized."""

@@ -179,7 +179,8 @@ def _read_rows(stored: Mapping[str, Tensor], sizes: tuple[int, int, int]) -> Num
 
 def _unpack(words: Tensor) -> Tensor:
     """int32 [N, W] to uint8 [N, 8 * W]: the nibbles of each word, from the lowest."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    # Of one column, "contiguous" tensors may have any stride.
+    bytes_ = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.stack([bytes_ & 0xF, bytes_ >> 4], 2).flatten(1)
 
 
