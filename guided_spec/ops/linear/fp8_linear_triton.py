@@ -16,11 +16,10 @@ from torch.nn import functional
 
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
-from guided_spec.ops.linear.slices_triton import is_last_slice, sum_of_slices
+from guided_spec.ops.linear.slices_triton import Slices, is_last_slice, sum_of_slices
 
 MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
-FEWEST_STEPS = 4  # of a slice
 WIDEST_STEP = 128
 
 
@@ -83,17 +82,14 @@ def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     tiling = Tiling.of(count, weight)
     tiles = triton.cdiv(count, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
     steps = triton.cdiv(inputs, tiling.step)
-    wanted = min(triton.cdiv(PROGRAMS, tiles[0] * tiles[1]), steps // FEWEST_STEPS)
-    is_counted = tiles[0] * tiles[1] <= len(weight.arrived)
-    taken = triton.cdiv(steps, max(wanted, 1)) if is_counted else steps
-    slices = triton.cdiv(steps, taken)
-    parts = x.new_empty(slices if slices > 1 else 0, count, outputs, dtype=torch.float32)
+    slices = Slices.of(tiles, steps, PROGRAMS, len(weight.arrived))
+    parts = slices.parts(product)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch(_fp8_linear, (*tiles, slices), x)(
+        launch(_fp8_linear, (*tiles, slices.number), x)(
             *(x, weight.values, weight.scales, product if bias is None else bias.contiguous()),
-            *(product, parts, weight.arrived, count, outputs, inputs, taken * tiling.step),
+            *(product, parts, weight.arrived, count, outputs, inputs, slices.steps * tiling.step),
             *(*weight.block, weight.scales.shape[1]),
-            *(bias is not None, slices > 1, inputs % tiling.step == 0, *tiling[:3]),
+            *(bias is not None, slices.number > 1, inputs % tiling.step == 0, *tiling[:3]),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

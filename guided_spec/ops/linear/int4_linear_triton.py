@@ -20,11 +20,10 @@ from triton import knobs
 
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.int4_linear import IN_WORD, Int4Weight
-from guided_spec.ops.linear.slices_triton import is_last_slice, sum_of_slices
+from guided_spec.ops.linear.slices_triton import Slices, is_last_slice, sum_of_slices
 
 MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
 PROGRAMS = 528  # four for each of an H200's multiprocessors
-FEWEST_STEPS = 4  # of a slice
 NARROWEST_TILE = 64  # whose quarters a tensor core takes
 
 
@@ -86,17 +85,14 @@ def multiply(
     tiling = tiling or Tiling.of(count)
     tiles = triton.cdiv(count, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
     steps, quarter = inputs // weight.tile, weight.tile // IN_WORD
-    wanted = min(triton.cdiv(PROGRAMS, tiles[0] * tiles[1]), steps // FEWEST_STEPS)
-    is_counted = tiles[0] * tiles[1] <= len(weight.arrived)
-    taken = triton.cdiv(steps, max(wanted, 1)) if is_counted else steps
-    slices = triton.cdiv(steps, taken)
-    parts = x.new_empty(slices if slices > 1 else 0, count, outputs, dtype=torch.float32)
+    slices = Slices.of(tiles, steps, PROGRAMS, len(weight.arrived))
+    parts = slices.parts(product)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch(_int4_linear, (*tiles, slices), x)(
+        launch(_int4_linear, (*tiles, slices.number), x)(
             *(x, weight.values, weight.factors),
             *(product if bias is None else bias.contiguous(), product, parts, weight.arrived),
-            *(count, outputs, inputs // IN_WORD, taken * quarter, weight.group),
-            *(bias is not None, slices > 1, _can_take_two(), tiling.outputs, tiling.tokens),
+            *(count, outputs, inputs // IN_WORD, slices.steps * quarter, weight.group),
+            *(bias is not None, slices.number > 1, _can_take_two(), tiling.outputs, tiling.tokens),
             *(quarter, math.gcd(weight.group // quarter, IN_WORD)),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,

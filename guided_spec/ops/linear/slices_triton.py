@@ -6,10 +6,38 @@ when.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+FEWEST_STEPS = 4  # of a slice
 SMALL = tl.constexpr(2048)  # numbers of a part, of which several fit into registers
+
+
+class Slices(NamedTuple):
+    """number: of slices. steps: of each, fewer of the last one."""
+
+    number: int
+    steps: int
+
+    @classmethod
+    def of(cls, tiles: tuple[int, int], steps: int, programs: int, counters: int) -> Slices:
+        """As many as make about ``programs`` of them.
+
+        tiles: of tokens and outputs. steps: of all inputs. counters: of tiles, that there are.
+        """
+        tile_count = tiles[0] * tiles[1]
+        wanted = min(triton.cdiv(programs, tile_count), steps // FEWEST_STEPS)
+        taken = triton.cdiv(steps, max(wanted, 1)) if tile_count <= counters else steps
+        return cls(triton.cdiv(steps, taken), taken)
+
+    def parts(self, product: Tensor) -> Tensor:
+        """Memory for the sums of slices: float32 [number, *product], or none for one slice."""
+        number = self.number if self.number > 1 else 0
+        return product.new_empty(number, *product.shape, dtype=torch.float32)
 
 
 # Triton reads annotations as its own, so the arguments have none.
