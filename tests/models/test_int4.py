@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,8 +24,9 @@ from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.loading import load_model
 from guided_spec.models.quantized.int4 import Int4Linear
 from guided_spec.models.quantized.int4_layouts import Int4Recipe
+from guided_spec.ops.linear.int4_linear import multiply_out
 from guided_spec.types import SamplingParams
-from tests.models.int4_checkpoints import FORMS, Form, write_int4
+from tests.models.int4_checkpoints import FORMS, Form, put_int4, write_int4
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 
@@ -125,6 +128,31 @@ def test_an_llm_writes_the_texts_of_the_same_numbers(tmp_path: Path) -> None:
             outputs = llm.generate(["Name: Ada", "A list of fruits:"], params)
         found.append([output.token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+@given(
+    layout=st.sampled_from(("awq", "gptq", "gptq_v2", "pack-quantized")),
+    outputs=st.integers(1, 6).map(lambda at: 8 * at),
+    inputs=st.integers(1, 12).map(lambda at: 8 * at),
+    group=st.sampled_from((-1, 4, 8, 24, 32, 128)),
+    kind=st.sampled_from(("symmetric", "zero points", "ordered")),
+    seed=st.integers(0, 2**16),
+)
+def test_every_layout_is_read_as_it_was_packed(  # noqa: PLR0913 - drawn
+    layout: str, outputs: int, inputs: int, group: int, kind: str, seed: int
+) -> None:
+    is_ordered = kind == "ordered" and layout != "awq"
+    form = Form(layout, group, is_symmetric=kind == "symmetric", is_ordered=is_ordered)
+    config = {**form.quantization, **({"checkpoint_format": layout} if "gptq" in layout else {})}
+    recipe = Int4Recipe.of(config)
+    assert recipe is not None
+    assert recipe.obstacle is None
+    torch.manual_seed(seed)
+    stored = {"layer.weight": torch.randn(outputs, inputs)}
+    whole = put_int4(stored, "layer", form)
+    tensors = {name.removeprefix("layer."): tensor for name, tensor in stored.items()}
+    weight = recipe.weight(tensors, (outputs, inputs))
+    assert torch.equal(multiply_out(weight, torch.float32), whole)
 
 
 def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:

@@ -58,7 +58,9 @@ class Int4Weight(NamedTuple):
             raise ConfigError("numbers", shown, "must be torch.uint8 of shape [O, I]")
         outputs, inputs = numbers.shape
         if inputs % IN_WORD:
-            raise ConfigError("numbers", (outputs, inputs), f"must be [O, I], I times {IN_WORD}")
+            raise ConfigError(
+                "numbers", (outputs, inputs), f"must be [O, I], I a multiple of {IN_WORD}"
+            )
         groups = len(scales)
         if tuple(scales.shape) != (groups, outputs) or groups == 0 or inputs % groups:
             fix = f"must be [G, {outputs}], in G equal groups of the {inputs} inputs"

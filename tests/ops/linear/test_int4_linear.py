@@ -136,7 +136,9 @@ def test_weights_of_other_groups_and_orders_are_not_joined() -> None:
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     numbers = torch.zeros(4, 12, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match=r"numbers=\(4, 10\): must be \[O, I\], I times 4"):
+    with pytest.raises(
+        ConfigError, match=r"numbers=\(4, 10\): must be \[O, I\], I a multiple of 4"
+    ):
         Int4Weight.of(numbers[:, :10], torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.uint8))
     scales, zeros = torch.ones(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"numbers=.*must be torch.uint8 of shape \[O, I\]"):
