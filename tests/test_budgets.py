@@ -18,8 +18,8 @@ BUDGETS = {
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 13_040,  # 2,060 more: latents, experts, MTP, pictures both ways, norms, Mamba
-    "ops": 8_490,  # 920 more: latent and two-way attention, experts, axes, norms, kernels
+    "models": 13_485,  # 2,505 more: latents, experts, MTP, pictures, norms, Mamba, int4 formats
+    "ops": 9_000,  # 1,430 more: latent and two-way attention, experts, axes, norms, kernels, int4
     "proposers": 3_250,
     "server": 5_190,  # 280 more: usual fields of clients, faults of inner fields, pictures
     "trace": 810,  # 50 more: axes with numbers, thumbnails

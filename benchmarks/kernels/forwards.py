@@ -23,13 +23,15 @@ from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
-from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import LayerStates
 from guided_spec.models.packed_form import PackedForm
+from guided_spec.models.quantized.fp8 import Fp8Experts, Fp8Linear
+from guided_spec.models.quantized.int4 import Int4Linear
 from guided_spec.ops.attention.slot_attention import KeyValues
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.linear.fp8_linear import FP8
+from guided_spec.ops.linear.int4_linear import Int4Weight
 
 WIDEST = 64  # tokens a row
 STAYING = 3  # tokens of the last row that a linear state folds in
@@ -79,15 +81,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-35b-a3b": ("Qwen3_5MoeTextConfig", {}),
     "qwen3-next-80b-a3b": ("Qwen3NextConfig", {}),
 }
-# The same with linear layers and experts of the decoder in fp8; behind it the block of a scale,
-# None for one output.
+# The same with linear layers of the decoder in int4, as AWQ has them; after it inputs of a group.
+INT4_MODELS = {"qwen3-8b-int4": ("qwen3-8b", 128)}
+# And with linear layers and experts of the decoder in fp8; after it the block of a scale, None for
+# one output.
 FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
     "qwen3-8b-fp8": ("qwen3-8b", (128, 128)),
     "llama-3.1-8b-fp8": ("llama-3.1-8b", None),
     "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", (128, 128)),
     "deepseek-v3-fp8": ("deepseek-v3", (128, 128)),
 }
-NAMES = (*MODELS, *FP8_MODELS)
+NAMES = (*MODELS, *INT4_MODELS, *FP8_MODELS)
 # Not timed unless asked for: 12 layers do not fit one device.
 LARGE = ("deepseek-v3", "deepseek-v3-fp8", "glm-4.5-air", "llama-4-scout")
 USUAL = ",".join(name for name in NAMES if name not in LARGE)
@@ -136,8 +140,8 @@ def _subject(
     """Raises ConfigError for a name that is not there, ModelError for a model of no packed form."""
     if name not in NAMES:
         raise ConfigError("names", name, f"must be some of {', '.join(NAMES)}")
-    plain = FP8_MODELS[name][0] if name in FP8_MODELS else name
-    kind, sizes = MODELS[plain]
+    quantized = {**INT4_MODELS, **FP8_MODELS}
+    kind, sizes = MODELS[quantized[name][0] if name in quantized else name]
     config = getattr(transformers, kind)(**{**sizes, "num_hidden_layers": layers})
     config.max_position_embeddings = max(config.max_position_embeddings, max_length)
     with device:
@@ -145,6 +149,8 @@ def _subject(
     _calm(model)
     if name in FP8_MODELS:
         _quantize(model, FP8_MODELS[name][1])
+    elif name in INT4_MODELS:
+        _round_to_int4(model, INT4_MODELS[name][1])
     form = PackedForm.of(model.eval(), kernels, max_length)
     if form is None:
         raise ConfigError("names", name, "runs by its stock modules, which is not timed here")
@@ -179,6 +185,27 @@ def _quantize(model: Any, block: tuple[int, int] | None) -> None:
             continue
         parent, _, last = name.rpartition(".")
         setattr(layers.get_submodule(parent), last, quantized)
+
+
+def _round_to_int4(model: Any, group: int) -> None:
+    """Put the linear layers of the decoder into int4, with zero points."""
+    layers = model.get_decoder().layers
+    for name, module in list(layers.named_modules()):
+        if type(module) is torch.nn.Linear:
+            quantized = Int4Linear(module)
+            quantized.fill(int4_weight(module.weight, group))
+            parent, _, last = name.rpartition(".")
+            setattr(layers.get_submodule(parent), last, quantized)
+
+
+def int4_weight(weight: Tensor, group: int) -> Int4Weight:
+    """The weight [O, I] in groups of so many inputs, each from its lowest to its highest number."""
+    groups = weight.float().unflatten(1, (-1, group))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scales = (high - low) / 15
+    zeros = (-low / scales).round().clamp(0, 15)
+    numbers = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8)
+    return Int4Weight.of(numbers.flatten(1), scales[..., 0].T, zeros[..., 0].T.to(torch.uint8))
 
 
 def _put(values: Tensor, weight: Tensor, block: tuple[int, int] | None) -> Tensor:

@@ -30,13 +30,15 @@ from guided_spec.models.checkpoint import (
     Checkpoint,
     find_file,
 )
-from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 from guided_spec.models.gguf import GgufFile, find_gguf, gguf_failure
 from guided_spec.models.pictures.vision import is_vision_config, may_read_pictures
+from guided_spec.models.quantized.fp8 import Fp8Recipe, load_fp8
+from guided_spec.models.quantized.int4 import load_int4
+from guided_spec.models.quantized.int4_layouts import Int4Recipe
 
 _LOG = logging.getLogger(__name__)
 
-FP8_DEVICES = ("cpu", "cuda")  # others have no such numbers
+PACKED_DEVICES = ("cpu", "cuda")  # where quantized weights are multiplied as they are stored
 _UNTRUSTED = {"trust_remote_code": False}  # else transformers asks at the terminal, and waits
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # by model_type: what transformers calls the same model
 
@@ -127,12 +129,12 @@ def _load_whole(
     is_plain = target is not None and not _is_quantized(config, arguments)
     has_tower = is_vision_config(config) or (pictures and is_plain and may_read_pictures(config))
     if target is not None and _is_quantized(config, arguments):
-        has_fp8 = target.type in FP8_DEVICES and not has_tower
-        recipe = _fp8_recipe(config, arguments) if has_fp8 else None
-        loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
+        may_be_packed = target.type in PACKED_DEVICES and not has_tower
+        stored = _stored_quantization(config, arguments) if may_be_packed else {}
+        loaded = _load_as_stored(str(path), stored, config, arguments, target)
         if loaded is not None:
             return loaded.to(target)
-        if recipe is not None and config.quantization_config["quant_method"] == "fp8":
+        if stored.get("quant_method") == "fp8":
             _LOG.warning("%s: its experts are in fp8, and loaded as %s", path, arguments["dtype"])
             config.quantization_config["dequantize"] = True
             arguments = {**arguments, "config": config}
@@ -161,12 +163,23 @@ def _load_gguf(
     return model if target is None else model.to(target)
 
 
-def _fp8_recipe(config: Any, arguments: dict[str, Any]) -> Fp8Recipe | None:
-    """None for a checkpoint of other weights, and where a user says how they are quantized."""
+def _load_as_stored(
+    path: str, stored: Any, config: Any, arguments: dict[str, Any], target: torch.device
+) -> Any:
+    """With weights as the checkpoint has them; None where that is not done, or not for all."""
+    if (fp8 := Fp8Recipe.of(stored)) is not None:
+        return load_fp8(path, fp8, config, arguments)
+    if (int4 := Int4Recipe.of(stored)) is not None:
+        return load_int4(path, int4, config, arguments, target)
+    return None
+
+
+def _stored_quantization(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of config.json; empty where a user says how weights are quantized."""
     stored = getattr(config, "quantization_config", None)
     if arguments.get("quantization_config") is not None or not isinstance(stored, dict):
-        return None
-    return Fp8Recipe.of(stored)
+        return {}
+    return stored
 
 
 def _is_quantized(config: Any, arguments: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from guided_spec.models.fp8 import Fp8Experts
+from guided_spec.models.quantized.fp8 import Fp8Experts
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
 from guided_spec.ops.delta_rule import DeltaShape, DeltaStates, gated_delta
 from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route

@@ -17,10 +17,10 @@ from guided_spec.bundled import bundled_asset
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ModelError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models import fp8
 from guided_spec.models.causal_lm import make_causal_lm
-from guided_spec.models.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.models.loading import load_model
+from guided_spec.models.quantized import fp8
+from guided_spec.models.quantized.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.ops.linear.experts import Gating, close_experts, open_experts, route
 from guided_spec.ops.linear.fp8_linear import FP8, scales_shape
 from guided_spec.types import SamplingParams

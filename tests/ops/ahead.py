@@ -1,7 +1,7 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, products with fp8 weights, steps of experts and along tables, and attention.
+masks of all kinds, products with quantized weights, steps of experts and along tables, attention.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from guided_spec.ops.attention.slot_attention import (
 from guided_spec.ops.attention.slot_attention_triton import slot_attention
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
 from guided_spec.ops.delta_rule_triton import gated_delta
-from guided_spec.ops.linear import experts_triton, fp8_linear_triton
+from guided_spec.ops.linear import experts_triton, fp8_linear_triton, int4_linear_triton
 from guided_spec.ops.linear.experts import Gating, GroupedChoice, Projection
-from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, nobody_arrived
+from guided_spec.ops.linear.int4_linear import IN_WORD, Int4Weight
 from guided_spec.ops.mailbox import Mailbox, Report
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.pointwise_triton import add_branch, norm_all_heads, rotate_and_store
@@ -142,6 +143,18 @@ def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> 
     x = torch.empty(count, shape[1], dtype=torch.bfloat16)
     for given in (None, bias):
         fp8_linear_triton.fp8_linear(x, weight, given)
+
+
+def multiply_int4(count: int, shape: tuple[int, int], group: int) -> None:
+    """Likewise, of weights in int4."""
+    outputs, inputs = shape
+    values = torch.empty(outputs, inputs // IN_WORD, dtype=torch.int16)
+    factors = torch.empty(inputs // group, outputs, dtype=torch.int32)
+    weight = Int4Weight(values, factors, None, nobody_arrived(outputs, CPU))
+    bias = torch.empty(outputs, dtype=torch.bfloat16)
+    x = torch.empty(count, inputs, dtype=torch.bfloat16)
+    for given in (None, bias):
+        int4_linear_triton.int4_linear(x, weight, given)
 
 
 def share_an_expert(count: int, experts: int, sizes: tuple[int, int, int]) -> None:
@@ -301,6 +314,9 @@ def main() -> None:
         for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
             multiply_fp8(count, (4096, 4096), block)
             multiply_fp8(count, (24576, 4096), block)
+        for count, group in product((1, 6, 48, 200, 300), (32, 128, 4096)):
+            multiply_int4(count, (4096, 4096), group)
+            multiply_int4(count, (24576, 4096), group)
         for count in (1, 6):
             ask_experts(count, 128, (8, 2048, 768), Gating())
             ask_experts(count, 32, (4, 2880, 2880), Gating(is_interleaved=True, limit=7.0))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.fp8 import IGNORED, Fp8Recipe, fp8_weight, scale_names
+from guided_spec.models.quantized.fp8 import IGNORED, Fp8Recipe, fp8_weight, scale_names
 from guided_spec.ops.linear.fp8_linear import FP8, multiply_out
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")

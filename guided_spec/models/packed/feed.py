@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.weights import can_be_joined, is_plain, join, pack
+from guided_spec.models.quantized.fp8 import Fp8Experts
 from guided_spec.models.stock.experts import REPLACED
 from guided_spec.models.stock.routed import ExpertRecorder
 from guided_spec.models.target import kind_of
@@ -260,6 +260,8 @@ def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection |
     values, scales, block = found.weight, None, (1, 1)
     if isinstance(values, Fp8Weight):
         values, scales, block, _ = values
+    elif not isinstance(values, Tensor):
+        return None
     is_alike = (
         values.shape == projection.weight.shape[1:] and values.dtype == projection.weight.dtype
     )

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.linear_layer import product
 from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.layer import Norm
 from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
+from guided_spec.models.quantized.linears import QUANTIZED
 from guided_spec.models.target import kind_of
 from guided_spec.ops.attention.latent_attention import (
     LatentKeys,
@@ -26,7 +26,6 @@ from guided_spec.ops.attention.latent_attention import (
     latent_attention,
 )
 from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SlotIndex
-from guided_spec.ops.linear.fp8_linear import multiply_out
 from guided_spec.ops.pointwise import rms_norm
 
 COMPLEX = "deepseek_v2"
@@ -102,8 +101,8 @@ def _query_projections(attention: Any) -> tuple[Any, Any]:
 
 
 def _whole(layer: Any, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] of a linear layer; of one in fp8 multiplied out."""
-    if isinstance(layer, Fp8Linear):
-        return multiply_out(layer.numbers, dtype)
+    """The weight [O, I] of a linear layer; a quantized one is multiplied out."""
+    if isinstance(layer, QUANTIZED):
+        return layer.numbers.whole(dtype)
     weight: Tensor = layer.weight.data
     return weight

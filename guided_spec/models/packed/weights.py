@@ -12,41 +12,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.linear_layer import has_plain_weight
-from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
+from guided_spec.models.quantized.linears import QUANTIZED, QuantizedLinear
 from guided_spec.ops.linear.linear import linear
+from guided_spec.ops.linear.quantized import QuantizedWeight
 
 
 class PackedWeights(NamedTuple):
     """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases."""
 
-    weight: Tensor | Fp8Weight
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None
 
     def product(self, states: Tensor) -> Tensor:
         """[N, I] to [N, sum of outputs]."""
-        if isinstance(self.weight, Fp8Weight):
-            return fp8_linear(states, self.weight, self.bias)
-        return linear(states, self.weight, self.bias)
+        if isinstance(self.weight, Tensor):
+            return linear(states, self.weight, self.bias)
+        return self.weight.product(states, self.bias)
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether it is a linear layer of plain weights, or in fp8."""
-    return type(layer) is Fp8Linear or (type(layer) is nn.Linear and has_plain_weight(layer))
+    """Whether it is a linear layer of plain weights, or of quantized ones that are known."""
+    return type(layer) in QUANTIZED or (type(layer) is nn.Linear and has_plain_weight(layer))
 
 
 def can_be_joined(linears: Sequence[Any]) -> bool:
-    """Whether plain layers are all in one form: a few of them may not be in fp8."""
-    return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
+    """Whether plain layers are all in one form: a few of them may not be quantized."""
+    return len({type(one) in QUANTIZED and one.numbers.form for one in linears}) == 1
 
 
-def pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
+def pack(linears: Sequence[nn.Linear | QuantizedLinear]) -> PackedWeights:
     """The maps as one, whose weight the linears' own become views of, where they are not yet."""
     weight = join(linears)
     parts = weight.split([len(linear.weight) for linear in linears])
-    scaled = [linear.numbers for linear in linears if isinstance(linear, Fp8Linear)]
-    joined = Fp8Weight.joined(scaled, weight) if scaled else weight
+    numbers: list[Any] = [linear.numbers for linear in linears if isinstance(linear, QUANTIZED)]
+    joined = type(numbers[0]).joined(numbers, weight) if numbers else weight
     biases = [linear.bias for linear in linears]
     given = [bias for bias in biases if bias is not None]
     if not given:

@@ -11,7 +11,7 @@ factor for each output or for all of a matrix are blocks of a row, or of everyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Fp8Weight(NamedTuple):
         shape = scales_shape(values.shape, block)
         if tuple(scales.shape) != shape:
             raise ConfigError("scales", tuple(scales.shape), f"must be {shape} for blocks {block}")
-        return cls(values, scales, block, _nobody(values))
+        return cls(values, scales, block, nobody_arrived(len(values), values.device))
 
     @classmethod
     def joined(cls, parts: Sequence[Fp8Weight], values: Tensor) -> Fp8Weight:
@@ -62,16 +62,31 @@ class Fp8Weight(NamedTuple):
         is_whole = all(part.block[0] == rows and len(part.values) % rows == 0 for part in parts)
         if is_whole:
             scales = torch.cat([part.scales for part in parts])
-            return cls(values, scales, (rows, columns), _nobody(values))
+            return cls(values, scales, (rows, columns), nobody_arrived(len(values), values.device))
         spread = [
             part.scales.repeat_interleave(part.block[0], 0)[: len(part.values)] for part in parts
         ]
-        return cls(values, torch.cat(spread), (1, columns), _nobody(values))
+        return cls(
+            values, torch.cat(spread), (1, columns), nobody_arrived(len(values), values.device)
+        )
+
+    @property
+    def form(self) -> Hashable:
+        """What is equal of weights that can be joined."""
+        return "fp8", self.block[1]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``fp8_linear``."""
+        return fp8_linear(x, self, bias)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """``whole_matrix``."""
+        return whole_matrix(self, dtype)
 
 
-def _nobody(values: Tensor) -> Tensor:
-    size = -(-len(values) // COUNTED)
-    return torch.zeros(size, dtype=torch.int32, device=values.device)
+def nobody_arrived(outputs: int, device: torch.device) -> Tensor:
+    """Counters for the programs of a product, as ``Fp8Weight.arrived`` says."""
+    return torch.zeros(-(-outputs // COUNTED), dtype=torch.int32, device=device)
 
 
 def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:

@@ -1,9 +1,7 @@
 """Products with fp8 weights as one kernel for few tokens; for many, the weight is multiplied out.
 
 Few tokens wait for the weights to be read, so the kernel is laid out for reading them: many
-programs, each with a slice of inputs of some outputs. Where there are more slices than one, the
-program that comes last adds them up, in the order of the slices, so that a sum never depends on who
-came when.
+programs, each with a slice of inputs of some outputs.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from torch.nn import functional
 
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
+from guided_spec.ops.linear.slices_triton import Slices, is_last_slice, sum_of_slices
 
 MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
-FEWEST_STEPS = 4  # of a slice
 WIDEST_STEP = 128
 
 
@@ -84,17 +82,14 @@ def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     tiling = Tiling.of(count, weight)
     tiles = triton.cdiv(count, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
     steps = triton.cdiv(inputs, tiling.step)
-    wanted = min(triton.cdiv(PROGRAMS, tiles[0] * tiles[1]), steps // FEWEST_STEPS)
-    is_counted = tiles[0] * tiles[1] <= len(weight.arrived)
-    taken = triton.cdiv(steps, max(wanted, 1)) if is_counted else steps
-    slices = triton.cdiv(steps, taken)
-    parts = x.new_empty(slices if slices > 1 else 0, count, outputs, dtype=torch.float32)
+    slices = Slices.of(tiles, steps, PROGRAMS, len(weight.arrived))
+    parts = slices.parts(product)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        launch(_fp8_linear, (*tiles, slices), x)(
+        launch(_fp8_linear, (*tiles, slices.number), x)(
             *(x, weight.values, weight.scales, product if bias is None else bias.contiguous()),
-            *(product, parts, weight.arrived, count, outputs, inputs, taken * tiling.step),
+            *(product, parts, weight.arrived, count, outputs, inputs, slices.steps * tiling.step),
             *(*weight.block, weight.scales.shape[1]),
-            *(bias is not None, slices > 1, inputs % tiling.step == 0, *tiling[:3]),
+            *(bias is not None, slices.number > 1, inputs % tiling.step == 0, *tiling[:3]),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
@@ -128,7 +123,6 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
 ):
     """One slice of inputs of some outputs, for some tokens."""
     await_previous(IS_DEPENDENT)
-    number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_token, is_written = token < count, (output < outputs)[:, None] & (token < count)[None, :]
@@ -155,17 +149,11 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
     element = token.to(tl.int64)[None, :] * outputs + output[:, None]
     if IS_SLICED:
         whole = count.to(tl.int64) * outputs
-        tl.store(parts + tl.program_id(2) * whole + element, total, mask=is_written)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        if tl.atomic_add(arrived + number, 1, sem="acq_rel") < tl.num_programs(2) - 1:
+        number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        part = parts + tl.program_id(2) * whole + element
+        if not is_last_slice(total, part, arrived + number, is_written):
             return
-        tl.debug_barrier()
-        tl.store(arrived + number, 0)
-        total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-        for part in range(tl.num_programs(2)):
-            total += tl.load(
-                parts + part * whole + element, mask=is_written, other=0.0, cache_modifier=".cg"
-            )
+        total = sum_of_slices(parts + element, whole, is_written)
     if HAS_BIAS:
         total += tl.load(bias + there).to(tl.float32)[:, None]
     tl.store(product + element, total.to(product.dtype.element_ty), mask=is_written)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guided_spec.errors import ModelError
-from guided_spec.models.fp8 import Fp8Recipe
 from guided_spec.models.heads.weights import (
     dequantize,
     fill_head,
@@ -19,6 +18,7 @@ from guided_spec.models.heads.weights import (
     match_biases,
     recipe_of,
 )
+from guided_spec.models.quantized.fp8 import Fp8Recipe
 from tests.models.fp8_checkpoints import FORMS, put_fp8
 from tests.models.tiny import build
 

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import make_causal_lm
-from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.loading import load_model
 from guided_spec.models.packed import decoder, layer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.heads import PackedMtp
+from guided_spec.models.quantized.fp8 import Fp8Linear
 from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.ops.attention.slot_attention import HeadNorms
 from guided_spec.types import SamplingParams

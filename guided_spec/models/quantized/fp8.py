@@ -9,35 +9,37 @@ activations keep their precision.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_mm
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.quantized.replacing import (
+    KINDS,
+    Kind,
+    OthersError,
+    Replaced,
+    load_replaced,
+    stored_name,
+)
 from guided_spec.models.stock.experts import has_silu_gate
 from guided_spec.ops.linear.experts import Gating, Projection, Routes, close_experts, open_experts
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, fp8_linear, scales_shape, whole_matrix
 from guided_spec.ops.pointwise import silu_mul_packed
 
 DEFAULT_BLOCK = (128, 128)  # where a configuration is silent, and scales are of blocks
-METHOD = "guided_spec_fp8"  # its name among transformers' quantizers
 SCALES = ("weight_scale_inv", "weight_scale")  # both are factors of the weight
 EXPERTS = ".experts"
 # Multiplied out, a matrix is read once and then written and read at twice the size: five times the
 # bytes that one pair reads.
 PAIRS_OF_EXPERT = 4
-LAYER = re.compile(r"\.layers\.(\d+)\.")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Scales of what is not rounded here.
 IGNORED = r"\.(weight_scale_inv|weight_scale|input_scale|activation_scale|k_scale|v_scale)$"
@@ -255,24 +257,18 @@ def load_fp8(
     """
     checkpoint = Checkpoint.open(path, revision=arguments.get("revision"), argument="model")
     scales = scale_names(checkpoint.names, checkpoint.fp8_names(), checkpoint.source)
-    stored = config.quantization_config
-    config.quantization_config = {"quant_method": METHOD, "linears": sorted(scales)}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, **{**arguments, "config": config})
-    except _OthersError:
+        model = load_replaced(path, "fp8", scales, config, arguments)
+    except OthersError:
         return None
-    finally:
-        config.quantization_config = stored
-    model.config.quantization_config = stored
     read = checkpoint.read(scales.values())
     found = {name: read[of] for name, of in scales.items()}
     for name, module in model.named_modules():
         try:
-            _scale(module, _stored_name(name, found), found, recipe.block)
+            _scale(module, stored_name(name, found), found, recipe.block)
         except ConfigError as error:
             problem = f"{checkpoint.source}: {name}: {error}; the checkpoint is broken"
             raise ModelError(problem) from error
-    assert isinstance(model, PreTrainedModel)
     return model
 
 
@@ -313,72 +309,15 @@ def scale_names(names: Collection[str], in_fp8: Collection[str], source: str) ->
     return scales
 
 
-@register_quantization_config(METHOD)
-class _Config(QuantizationConfigMixin):
-    """linears: the names of the layers in fp8, as the checkpoint has them."""
-
-    quant_method: Any  # transformers' own are members of an enumeration
-
-    def __init__(self, linears: list[str], quant_method: str = METHOD) -> None:
-        self.quant_method = quant_method
-        self.linears = linears
-
-
-@register_quantizer(METHOD)
-class _Quantizer(HfQuantizer):
-    """Puts ``Fp8Linear`` where the weights are in fp8, before they are read."""
-
-    quantization_config: _Config
-
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        names = set(self.quantization_config.linears)
-        modules = dict(model.named_modules())
-        model._keys_to_ignore_on_load_unexpected = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            IGNORED,
-        }
-        found = set[str]()
-        for name, module in modules.items():
-            stored = _stored_name(name, names)
-            quantized: nn.Module
-            if stored in names and type(module) is nn.Linear:
-                quantized = Fp8Linear(module)
-                found.add(stored)
-            elif name.endswith(EXPERTS) and Fp8Experts.fits(module):
-                parts = _names_of_experts(stored, module, [*chain(*PARTS.values())])
-                if not names.issuperset(chain(*parts)):
-                    continue
-                quantized = Fp8Experts(module)
-                found.update(chain(*parts))
-            else:
-                continue
-            parent, _, last = name.rpartition(".")
-            setattr(modules[parent], last, quantized)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        others = [name for name in names - found if not _is_of_a_draft(name, layers)]
-        if others:
-            raise _OthersError(min(others))
-
-    def is_serializable(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
+def _replace(module: nn.Module, name: str, names: Collection[str]) -> Replaced | None:
+    """For ``replacing.KINDS``."""
+    if name in names and type(module) is nn.Linear:
+        return Replaced(Fp8Linear(module), frozenset([name]))
+    if name.endswith(EXPERTS) and Fp8Experts.fits(module):
+        groups = _names_of_experts(name, module, [*chain(*PARTS.values())])
+        parts = frozenset(chain(*groups))
+        return Replaced(Fp8Experts(module), parts) if parts <= set(names) else None
+    return None
 
 
-class _OthersError(Exception):
-    """Weights are in fp8 that are neither of linear layers nor of experts of a known form."""
-
-
-def _stored_name(name: str, stored: Container[str]) -> str:
-    """What a checkpoint calls a module: with a vision tower a text's layers are named otherwise."""
-    if name in stored:
-        return name
-    return name.replace("model.language_model.", "language_model.model.")
-
-
-def _is_of_a_draft(name: str, num_layers: int) -> bool:
-    """Modules of multi-token prediction are in the checkpoint, and not in the model."""
-    layer = LAYER.search(name)
-    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
+KINDS["fp8"] = Kind(_replace, IGNORED)
