@@ -22,8 +22,8 @@ from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.int4_linear import IN_WORD, Int4Weight
 from guided_spec.ops.linear.slices_triton import Slices, is_last_slice, sum_of_slices
 
-MOST_TOKENS = 256  # above which a product takes longer than multiplying its weight out
-PROGRAMS = 528  # four for each of an H200's multiprocessors
+MOST_TOKENS = 192  # above which a product takes longer than multiplying its weight out
+PROGRAMS = 264  # two for each of an H200's multiprocessors
 NARROWEST_TILE = 64  # whose quarters a tensor core takes
 
 
@@ -39,9 +39,9 @@ class Tiling(NamedTuple):
     def of(cls, count: int) -> Tiling:
         """The tiling for a product of ``count`` tokens."""
         if count <= 16:
-            return cls(64, 16, 4, 6)
+            return cls(64, 16, 2, 4)
         if count <= 64:
-            return cls(128, 32 if count <= 32 else 64, 8, 4)
+            return cls(64, 32 if count <= 32 else 64, 4, 3)
         return cls(128, 128, 8, 3)
 
 
