@@ -125,8 +125,8 @@ class GuidedText:
 
     @property
     def source(self) -> Hashable:
-        """Equal for texts of which one may be drafted from another: grammar and cache salt."""
-        return self.params.grammar, self.params.cache_salt
+        """Equal for texts of which one may be drafted from another: grammar, cache salt, adapter."""
+        return self.params.grammar, self.params.kin
 
     def bind(self, grammar: CompiledGrammar, endings: EndingsCache | None) -> None:
         """Constrain the text to a grammar.

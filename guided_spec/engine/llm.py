@@ -77,7 +77,8 @@ class LLM(Homebound):
     draft: the draft model or head, like ``model``. The bundled model brings its own: "bundled".
     engine: "guided_spec", or "vllm": vLLM runs the requests, see docs/vllm.md.
     engine_options: of another engine, its own options by their names there.
-    options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
+    options: see ``Options``: the engine's settings (``num_draft_tokens`` is K), how to load, and
+        ``loras``, the LoRA adapters that requests may name.
 
     One LLM may be used from many threads and tasks at once: their requests share batches. It is
     closed when it is garbage collected, by ``close``, or as a context manager. It belongs to the
@@ -113,7 +114,7 @@ class LLM(Homebound):
         self.proposer = setup.proposer_name
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
-        self._draft = draft
+        self._draft, self._loras = draft, dict(options.get("loras") or {})
         self._chooser = Chooser(self._runner)
         self._seeds = SeedSource(self.model)
         self._encoder = setup.encoder
@@ -406,6 +407,11 @@ class LLM(Homebound):
         return SamplingParams.from_model(self.model)
 
     @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of its LoRA adapters, as ``SamplingParams.lora`` takes them."""
+        return tuple(self._loras)
+
+    @property
     def sight(self) -> Sight:
         """Whether and how the model reads pictures."""
         return self._encoder.sight
@@ -432,6 +438,8 @@ class LLM(Homebound):
             draft = self._draft
         settings |= changes
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
+        if self._loras:
+            settings.setdefault("loras", self._loras)
         if self._encoder.processor is not None:
             settings.setdefault("processor", self._encoder.processor)
         return LLM(self.model, proposer, draft=draft, **settings)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.options import Options, find_tokenizer
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.parallel import agree_on_least
+from guided_spec.engine.parallel import agree_on_least, is_parallel
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.target.pictures import PicturePlaces
@@ -46,11 +46,12 @@ from guided_spec.models.checkpoint import looks_local
 from guided_spec.models.gguf import find_gguf
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
+from guided_spec.models.lora.adapted_model import with_adapters
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
-from guided_spec.models.pictures.vision import SplitModel, split_vision
+from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -173,11 +174,20 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
+def _adapted(
+    model: PreTrainedModel, loras: Mapping[str, str | Path], config: EngineConfig
+) -> PreTrainedModel:
+    """The model with adapters, if any are asked for. Raises ModelError."""
+    if loras and is_parallel(model):
+        fix = "a model whose layers are split takes none: merge one into it"
+        raise ConfigError("loras", [*loras], fix)
+    return with_adapters(model, loras, config.max_batch_size) if loras else model
+
+
 def _load_target(
-    split: SplitModel, draft: Any, config: EngineConfig, window: CaptureWindow
+    model: Any, draft: Any, config: EngineConfig, window: CaptureWindow
 ) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
-    model: Any = split.language
     form, longest = None, 1 + config.longest_draft
     # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
@@ -274,10 +284,13 @@ class Setup:
         config = options.config
         split = split_vision(loaded, config.picture_tokens)
         window = CaptureWindow(largest=_largest_graph(config))
-        target = _load_target(split, draft, config, window)
+        language = _adapted(split.language, options.loras, config)
+        target = _load_target(language, draft, config, window)
         reader = PictureReader.load(model, split.sight, options.processor, options.load)
         tokenizer = find_tokenizer(model, options, reader)
-        context = replace(_context(target, tokenizer, config), draft=draft, window=window)
+        # Whoever drafts does so by the base: adapters are of the target alone.
+        given = {"draft": draft, "window": window, "target": split.language}
+        context = replace(_context(target, tokenizer, config), **given)
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)

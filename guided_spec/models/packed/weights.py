@@ -14,35 +14,43 @@ from torch import Tensor, nn
 
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.linear_layer import has_plain_weight
+from guided_spec.models.lora.low_rank import LoraLinear, LowRank, without_adapters
 from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
 from guided_spec.ops.linear.linear import linear
 
 
 class PackedWeights(NamedTuple):
-    """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases."""
+    """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases.
+
+    low_rank: what adapters add to the maps; None without any.
+    """
 
     weight: Tensor | Fp8Weight
     bias: Tensor | None
+    low_rank: LowRank | None = None
 
     def product(self, states: Tensor) -> Tensor:
         """[N, I] to [N, sum of outputs]."""
-        if isinstance(self.weight, Fp8Weight):
-            return fp8_linear(states, self.weight, self.bias)
-        return linear(states, self.weight, self.bias)
+        multiply: Any = fp8_linear if isinstance(self.weight, Fp8Weight) else linear
+        found: Tensor = multiply(states, self.weight, self.bias)
+        return found if self.low_rank is None else self.low_rank.add(found, states)
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether it is a linear layer of plain weights, or in fp8."""
+    """Whether it is a linear layer of plain weights, or in fp8, with adapters or without."""
+    layer = without_adapters(layer)
     return type(layer) is Fp8Linear or (type(layer) is nn.Linear and has_plain_weight(layer))
 
 
 def can_be_joined(linears: Sequence[Any]) -> bool:
     """Whether plain layers are all in one form: a few of them may not be in fp8."""
-    return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
+    plain = map(without_adapters, linears)
+    return len({type(one) is Fp8Linear and one.numbers.block[1] for one in plain}) == 1
 
 
-def pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
-    """The maps as one, whose weight the linears' own become views of, where they are not yet."""
+def pack(layers: Sequence[nn.Linear | Fp8Linear | LoraLinear]) -> PackedWeights:
+    """The maps as one, whose weight the layers' own become views of, where they are not yet."""
+    linears, low_rank = [without_adapters(one) for one in layers], LowRank.joined(layers)
     weight = join(linears)
     parts = weight.split([len(linear.weight) for linear in linears])
     scaled = [linear.numbers for linear in linears if isinstance(linear, Fp8Linear)]
@@ -50,12 +58,12 @@ def pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
     biases = [linear.bias for linear in linears]
     given = [bias for bias in biases if bias is not None]
     if not given:
-        return PackedWeights(joined, None)
+        return PackedWeights(joined, None, low_rank)
     filled = [
         given[0].new_zeros(len(part)) if bias is None else bias.data
         for part, bias in zip(parts, biases, strict=True)
     ]
-    return PackedWeights(joined, torch.cat(filled))
+    return PackedWeights(joined, torch.cat(filled), low_rank)
 
 
 def join(modules: Sequence[Any]) -> Tensor:

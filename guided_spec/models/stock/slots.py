@@ -12,6 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.lora.low_rank import adapters_of
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
@@ -64,7 +66,7 @@ class StockSlots:
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
         self.axes = SlotAxes.of(model, num_slots, max_length)
-        self.spans = SlotSpans.of(model)
+        self.spans, self.adapters = SlotSpans.of(model), adapters_of(model)
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.
@@ -112,6 +114,8 @@ class StockSlots:
                 stack.enter_context(recording())
             captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
             stack.enter_context(recording_experts(recorder))
+            each = token_ids.shape[1]
+            stack.enter_context(reading_adapters(self.adapters, inputs.slots, each))
             scores = self._run(arguments, inputs.counts, logits)
         states = _concatenate(captured, device)
         if recorder is not None:
