@@ -125,7 +125,7 @@ class GuidedText:
 
     @property
     def source(self) -> Hashable:
-        """Equal for texts of which one may be drafted from another: grammar, cache salt, adapter."""
+        """Equal for texts of which one may be drafted from another: grammar, salt, adapter."""
         return self.params.grammar, self.params.kin
 
     def bind(self, grammar: CompiledGrammar, endings: EndingsCache | None) -> None:

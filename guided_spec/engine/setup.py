@@ -184,9 +184,7 @@ def _adapted(
     return with_adapters(model, loras, config.max_batch_size) if loras else model
 
 
-def _load_target(
-    model: Any, draft: Any, config: EngineConfig, window: CaptureWindow
-) -> CausalLM:
+def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
     form, longest = None, 1 + config.longest_draft
     # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.

@@ -1,1 +1,1 @@
-"""LoRA adapters next to a base model: each text of a batch is written with its own, or with none."""
+"""LoRA adapters next to a base model: each text of a batch has its own, or none."""

@@ -52,8 +52,8 @@ def with_adapters(
     for layer, pairs in layers.items():
         base = model.get_submodule(layer)
         down, up = _stacked(pairs, dict(zip(loras, ranks, strict=True)))
-        place = {"device": model.device, "dtype": model.dtype}
-        adapted[layer] = LoraLinear(base, adapters, down.to(**place), up.to(**place))
+        down, up = (one.to(model.device, model.dtype) for one in (down, up))
+        adapted[layer] = LoraLinear(base, adapters, down, up)
     found_model: Any = _rebuilt(model, "", adapted)
     _require_called(found_model, adapted, adapters)
     whole: PreTrainedModel = found_model
@@ -61,7 +61,7 @@ def with_adapters(
 
 
 def _find_layer(model: PreTrainedModel, layer: str, pair: LowRankPair, shown: str) -> str:
-    """The name in the model of a layer of an adapter, for which the pair fits. Raises ModelError."""
+    """The name in the model of an adapter's layer, which the pair fits. Raises ModelError."""
     modules = dict(model.named_modules())
     name = layer if layer in modules else _INSIDE.sub("model.", layer)
     module = modules.get(name)
@@ -96,9 +96,7 @@ def _sizes(module: Any) -> tuple[int, int] | None:
     return int(module.out_features), int(module.in_features)
 
 
-def _stacked(
-    pairs: Mapping[str, LowRankPair], ranks: Mapping[str, int]
-) -> tuple[Tensor, Tensor]:
+def _stacked(pairs: Mapping[str, LowRankPair], ranks: Mapping[str, int]) -> tuple[Tensor, Tensor]:
     """[R, I] and [O, R]: the matrices of all adapters, zeros where one has fewer columns."""
     some = next(iter(pairs.values()))
     downs, ups = list[Tensor](), list[Tensor]()
@@ -131,7 +129,7 @@ def _rebuilt(module: nn.Module, path: str, adapted: Mapping[str, nn.Module]) -> 
 def _require_called(
     model: nn.Module, adapted: Mapping[str, LoraLinear], adapters: SlotAdapters
 ) -> None:
-    """Raise ModelError for a layer whose weight the model reads past it: its terms would be lost."""
+    """Raise ModelError for a layer whose weight is read past it: its terms would be lost."""
     called: set[str] = set()
 
     def note(name: str) -> Callable[..., None]:
@@ -141,9 +139,9 @@ def _require_called(
     whole: Any = model
     ids = torch.tensor([_PROBE], device=whole.device)
     try:
-        with errors_naming(whole, "a forward with adapters failed"):
-            with adapters.reading(ids.new_zeros(1)):
-                whole(input_ids=ids, use_cache=False)
+        failing = errors_naming(whole, "a forward with adapters failed")
+        with failing, adapters.reading(ids.new_zeros(1)):
+            whole(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -28,6 +28,11 @@ _MORE: dict[str, tuple[Any, ...]] = {
     # Others begin by changing the base. "eva" and these only say how the two matrices began.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+_WHAT = {
+    "modules_to_save": ", whole layers,",
+    "target_parameters": ", as of routed experts,",
+    "use_dora": ", the magnitudes of DoRA,",
+}
 
 
 class LowRankPair(NamedTuple):
@@ -66,17 +71,19 @@ def _read_settings(shown: str, file: str) -> dict[str, Any]:
     try:
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{shown}: {ADAPTER_CONFIG} is not JSON: {error}; save it again") from error
-    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        reason = f"{ADAPTER_CONFIG} is not JSON ({error})"
+        raise ModelError(f"{shown}: {reason}; save it again") from error
+    found: dict[str, Any] = settings if isinstance(settings, dict) else {}
+    kind = found.get("peft_type")
     if kind != "LORA":
         fix = "only LoRA adapters run next to their base"
         raise ModelError(f"{shown}: {ADAPTER_CONFIG} has peft_type={kind!r}; {fix}")
     for name, plain in _MORE.items():
-        value = settings.get(name)
+        value = found.get(name)
         if value not in plain:
-            reason = f"{name}={value!r:.80} cannot run next to the base"
+            reason = f"{name}={value!r:.80}{_WHAT.get(name, '')} cannot run next to the base"
             raise ModelError(f"{shown}: {reason}; train without it, or {_MERGE}")
-    return settings
+    return found
 
 
 def _read_pairs(
@@ -112,7 +119,7 @@ def _scaling(shown: str, settings: Mapping[str, Any], layer: str, rank: int) -> 
                 alpha = value
                 break
         root = 0.5 if settings.get("use_rslora") else 1.0
-        return float(alpha) / max(rank, 1) ** root
+        return float(alpha / max(rank, 1) ** root)
     except (TypeError, ValueError, AttributeError, re.error) as error:
         reason = f"lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.80}: {error}"
         raise ModelError(f"{shown}: {ADAPTER_CONFIG} has {reason}; save it again") from error
