@@ -124,9 +124,11 @@ def test_an_adapter(model: str, tmp_path: Path) -> None:
     folder = write_adapter(base, tmp_path / "adapter", target_modules="all-linear")
     merged(base, folder).save_pretrained(str(tmp_path / "merged"))
     tiny_tokenizer().save_pretrained(str(tmp_path / "merged"))
-    own, whole = generate(model, "--lora", folder), generate(str(tmp_path / "merged"))
+    short = ["--max-model-len", "64", "--proposer", "none", "--max-tokens", "9"]
+    own = generate(model, "--lora", folder, *short)
     assert own.exit_code == 0, own.stderr
-    assert own.stdout == whole.stdout != generate(model).stdout
+    assert own.stdout == generate(str(tmp_path / "merged"), *short).stdout
+    assert own.stdout != generate(model, *short).stdout
     refused = run("generate", "--input", "rows.jsonl", "--lora", folder)
     assert refused.exit_code == 1
     assert "is for one text; pass its folder as --model" in refused.stderr.replace("\n", " ")

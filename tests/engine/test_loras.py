@@ -47,17 +47,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "lora_alpha": 12,
     },
 }
-FORMS = [("llama", "packed"), ("llama", "auto"), ("llama", "stock"), ("gpt_oss", "auto")]
-FORMS += [
-    ("qwen3_5", "auto"),
-    ("deepseek_v3", "auto"),
-    ("phi3", "auto"),
-    ("mamba", "auto"),
-    ("rwkv", "auto"),
-]
+FORMS = [("llama", "packed"), ("llama", "auto"), ("llama", "stock"), ("llama4", "packed")]
+FORMS += [(n, "auto") for n in ("gpt_oss", "qwen3_5", "deepseek_v3", "phi3", "mamba", "rwkv")]
 
 # Where peft would adapt more of a model than its linear layers.
 LAYERS = {
+    "llama4": ["q_proj", "v_proj", "o_proj"],
     "mamba": ["in_proj", "x_proj"],
     "deepseek_v3": r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)",
 }

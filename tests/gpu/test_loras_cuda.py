@@ -32,14 +32,16 @@ def on_cuda(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def write_two(model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    settings: dict[str, Any] = {"target_modules": "all-linear"}
+    has_experts = model.config.model_type.startswith("llama4")
+    layers: Any = ["q_proj", "v_proj", "o_proj"] if has_experts else "all-linear"
+    settings: dict[str, Any] = {"target_modules": layers}
     return {
         name: write_adapter(model, folder / name, seed, rank=2 + 3 * seed, **settings)
         for seed, name in enumerate("ab")
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "llama4"])
 @pytest.mark.parametrize("proposer", ["none", "ngram"])
 def test_each_text_is_that_of_its_merged_base(name: str, proposer: str, tmp_path: Path) -> None:
     base = on_cuda(name)
