@@ -104,8 +104,7 @@ def test_each_row_of_a_batch_has_its_adapter(adapters: Adapters, name: str, kern
     asked = [*NAMES, *reversed(NAMES)]
     expected = [adapters.texts(name, one, GREEDY) for one in asked]
     assert len({tuple(text) for text in expected}) == len(NAMES)
-    options = {"kernels": kernels, "loras": adapters.folders(name)}
-    with make_llm(name, **options) as llm:
+    with make_llm(name, kernels=kernels, loras=adapters.folders(name)) as llm:
         assert llm.loras == NAMES[1:]
         params = [replace(GREEDY, lora=lora(one)) for one in asked]
         assert tokens(llm.generate([PROMPT] * len(asked), params)) == expected
@@ -160,7 +159,7 @@ def test_samples_streams_and_logprobs(adapters: Adapters, adapted: LLM) -> None:
     for one, other in zip(found.completions, expected.completions, strict=True):
         assert one.logprobs
         assert other.logprobs
-        values = ([token.logprob for token in each.logprobs] for each in (one, other))
+        values = ([token.logprob for token in found] for found in (one.logprobs, other.logprobs))
         torch.testing.assert_close(*map(torch.tensor, values), rtol=0, atol=1e-4)
     texts = [""] * 3
     for chunk in adapted.stream(PROMPT, own):
@@ -206,7 +205,8 @@ def test_texts_that_go_back_to_the_queue(adapters: Adapters, requeued: set[int])
     long = replace(GREEDY, max_tokens=BLOCK + 8)
     params = [replace(long, lora=lora(name)) for name in reversed(NAMES)]
     memory = 5 * BLOCK * kv_bytes_per_token(tiny_model("llama"))
-    options = {"kernels": "packed", "loras": adapters.folders("llama"), "max_batch_size": 4}
+    options: dict[str, Any] = {"kernels": "packed", "max_batch_size": 4}
+    options["loras"] = adapters.folders("llama")
     with make_llm("llama", **options) as llm:
         expected = tokens(llm.generate([PROMPT] * 4, params))
     assert not requeued

@@ -51,7 +51,7 @@ def test_each_text_is_that_of_its_merged_base(name: str, proposer: str, tmp_path
     expected: list[list[int]] = []
     for lora in LORAS:
         whole: Any = base if lora is None else merged(base, folders[lora])
-        with make_llm(whole.cuda(), kernels="stock", verifier="coupled") as llm:
+        with make_llm(whole.to(base.device), kernels="stock", verifier="coupled") as llm:
             expected += [output.token_ids for output in llm.generate([PROMPT] * 2, asked)]
     assert len({tuple(text) for text in expected}) > len(LORAS)
     params = [replace(one, lora=lora) for lora in LORAS for one in asked]
@@ -78,9 +78,8 @@ def test_a_captured_graph_reads_the_adapters_that_slots_have_now(
     adapters = lm.adapters
     assert adapters is not None
     ids = torch.tensor([[5, 6, 7, 9], [5, 6, 7, 9]], device="cuda")
-    wholes: dict[str | None, Any] = {
-        lora: base if lora is None else merged(base, folders[lora]).cuda() for lora in LORAS
-    }
+    wholes: dict[str | None, Any] = {None: base}
+    wholes |= {lora: merged(base, folder).to(base.device) for lora, folder in folders.items()}
     for pair in ((None, "a"), ("b", None), ("a", "b"), ("b", "b")):
         for slot, lora in enumerate(pair):
             adapters.put(slot, lora)

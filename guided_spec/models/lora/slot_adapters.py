@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from guided_spec.ops.host import to_device
+
 
 class SlotAdapters:
     """The adapters of a model, and by which of them each slot's text is written.
@@ -68,5 +70,5 @@ def reading_adapters(
     """``SlotAdapters.reading``, where the model has any. each: how often every slot is repeated."""
     if adapters is None:
         return nullcontext()
-    index = torch.as_tensor(slots, device=adapters.device)
+    index = slots if isinstance(slots, Tensor) else to_device(slots, adapters.device)
     return adapters.reading(index if each == 1 else index.repeat_interleave(each))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,19 +108,26 @@ class StockSlots:
             arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
             arguments["attention_mask"] = self.masks(inputs, positions, plan.view)
-        with ExitStack() as stack:
-            stack.enter_context(shape_free_kernels())
-            if self.cache.has_linear_state:
-                stack.enter_context(recording())
-            captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
-            stack.enter_context(recording_experts(recorder))
-            each = token_ids.shape[1]
-            stack.enter_context(reading_adapters(self.adapters, inputs.slots, each))
+        running = self._running(inputs.slots, token_ids.shape[1], recorder)
+        with running, capture_hidden(self._decoder, hidden_layers) as captured:
             scores = self._run(arguments, inputs.counts, logits)
         states = _concatenate(captured, device)
         if recorder is not None:
             recorder.cut(len(token_ids), width)
         return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
+
+    @contextmanager
+    def _running(
+        self, slots: Sequence[int], each: int, recorder: ExpertRecorder | None
+    ) -> Iterator[None]:
+        """What a call of the model runs in. each: tokens of a row."""
+        with (
+            shape_free_kernels(),
+            recording() if self.cache.has_linear_state else nullcontext(),
+            recording_experts(recorder),
+            reading_adapters(self.adapters, slots, each),
+        ):
+            yield
 
     def masks(self, inputs: SlotInputs, positions: Tensor, view: int) -> Any:
         """As the model takes them, for rows at ``positions`` [B, T] over the first ``view``."""

@@ -44,7 +44,8 @@ def gpt2() -> GPT2LMHeadModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return GPT2LMHeadModel(config).eval()
+    model: GPT2LMHeadModel = GPT2LMHeadModel(config).eval()
+    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "olmo2"])

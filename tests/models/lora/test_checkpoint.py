@@ -50,7 +50,7 @@ def test_the_terms_are_peft_s(
     patterns: dict[str, int],
 ) -> None:
     folder, model = tmp_path_factory.mktemp("adapter"), tiny_model("llama")
-    given = {"lora_alpha": alpha, "use_rslora": is_rooted}
+    given: dict[str, Any] = {"lora_alpha": alpha, "use_rslora": is_rooted}
     write_adapter(
         model,
         folder,
