@@ -125,8 +125,8 @@ class GuidedText:
 
     @property
     def source(self) -> Hashable:
-        """Equal for texts of which one may be drafted from another: grammar, salt, adapter."""
-        return self.params.grammar, self.params.kin
+        """Equal for texts of which one may be drafted from another: grammar and cache salt."""
+        return self.params.grammar, self.params.cache_salt
 
     def bind(self, grammar: CompiledGrammar, endings: EndingsCache | None) -> None:
         """Constrain the text to a grammar.
