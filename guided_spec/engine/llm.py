@@ -365,6 +365,7 @@ class LLM(Homebound):
         choices: Any,
         *,
         paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> ChoiceOutput: ...
     @overload
     def choose(
@@ -373,10 +374,16 @@ class LLM(Homebound):
         choices: Any,
         *,
         paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any: ...
     @named_options
     def choose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any:
         """The probability of each choice after the prompt: a ``ChoiceOutput``, a list for a list.
 
@@ -385,21 +392,27 @@ class LLM(Homebound):
             the choices as its grammar and no other setting, is this choice: the sum over all
             tokenizations of it. "canonical" counts the tokenizer's own tokenization alone, and at
             each token renormalizes over the tokens of the choices.
+        lora: see ``SamplingParams``.
 
         The prompt is read once, and the texts only as far as more than one choice begins with them.
 
         Raises ConfigError, PromptError, and what ended the first prompt that failed.
         """
         self.home.require()
-        return self._chooser.choose(prompts, choices, paths)
+        return self._chooser.choose(prompts, choices, paths, lora)
 
     @named_options
     async def achoose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any:
         """``choose`` for asyncio. Cancelling the task cancels the requests."""
         self.home.require()
-        return await self._chooser.achoose(prompts, choices, paths)
+        return await self._chooser.achoose(prompts, choices, paths, lora)
 
     @property
     def default_params(self) -> SamplingParams:

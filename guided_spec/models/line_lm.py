@@ -53,6 +53,8 @@ class LineLM:
         self.model = model
         self.config: Any = model.config
         self.adapters: SlotAdapters | None = form.decoder.adapters
+        if self.adapters is not None:  # the form was tried with some
+            self.adapters.clear()
         self.num_slots, self.max_length = num_slots, max_length
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -167,6 +167,19 @@ def test_samples_streams_and_logprobs(adapters: Adapters, adapted: LLM) -> None:
     assert texts == [one.text for one in expected.completions]
 
 
+def test_choices(adapters: Adapters, adapted: LLM) -> None:
+    choices = ["cat", "dog", "cattle"]
+    for name in NAMES:
+        model = tiny_model("llama")
+        whole = model if name == "none" else merged(model, adapters.folders("llama")[name])
+        with make_llm(whole, kernels="stock") as llm:
+            expected = llm.choose(PROMPT, choices).logprobs
+        found = adapted.choose(PROMPT, choices, lora=lora(name)).logprobs
+        assert found == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ConfigError, match="lora='x': must be one of"):
+        adapted.choose(PROMPT, choices, lora="x")
+
+
 @pytest.mark.parametrize("proposer", ["none", "eagle3"])
 def test_the_prefix_cache_keeps_adapters_apart(
     adapters: Adapters, headed: HeadedTarget, proposer: str
@@ -213,6 +226,15 @@ def test_texts_that_go_back_to_the_queue(adapters: Adapters, requeued: set[int])
     with make_llm("llama", kv_memory_bytes=memory, **options) as llm:
         assert tokens(llm.generate([PROMPT] * 4, params)) == expected
     assert requeued
+
+
+@pytest.mark.parametrize("kernels", ["packed", "stock"])
+def test_one_slot(adapters: Adapters, kernels: str) -> None:
+    options: dict[str, Any] = {"kernels": kernels, "loras": adapters.folders("llama")}
+    with make_llm("llama", max_batch_size=1, **options) as llm:
+        params = [replace(GREEDY, lora=lora(name)) for name in NAMES]
+        found = tokens(llm.generate([PROMPT] * len(NAMES), params))
+    assert found == [adapters.texts("llama", name, GREEDY) for name in NAMES]
 
 
 def test_a_second_llm_on_the_same_weights(adapters: Adapters) -> None:

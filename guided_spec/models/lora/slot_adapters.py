@@ -10,6 +10,8 @@ from torch import Tensor
 
 from guided_spec.ops.host import to_device
 
+TRIED_SLOTS = 2  # in which forms of a model are tried, however few texts there will be
+
 
 class SlotAdapters:
     """The adapters of a model, and by which of them each slot's text is written.
@@ -29,9 +31,10 @@ class SlotAdapters:
         self.names, self.device = tuple(names), device
         self.num_columns = sum(ranks)
         self.mask: Tensor | None = None
-        self._numbers = [0] * num_slots
+        self._numbers = [0] * max(num_slots, TRIED_SLOTS)
         # At one address, so that graphs read it; 0 is the base. The last is of unused tokens: -1.
-        self._of_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        size = len(self._numbers) + 1
+        self._of_slot = torch.zeros(size, dtype=torch.int64, device=device)
         numbers = torch.arange(1, len(ranks) + 1)
         columns = numbers.repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
         self._columns = columns.to(device)
@@ -44,6 +47,11 @@ class SlotAdapters:
         """Put another adapter in each slot, and the base after the last: forms are tried so."""
         for at, slot in enumerate(slots):
             self._put(slot, at + 1 if at < len(self.names) else 0)
+
+    def clear(self) -> None:
+        """The base is in every slot."""
+        for slot in range(len(self._numbers)):
+            self._put(slot, 0)
 
     @contextmanager
     def reading(self, slots: Tensor) -> Iterator[None]:

@@ -210,6 +210,8 @@ class SlotTrial:
 
     def leave(self) -> None:
         """Texts may be in the slots from now on."""
+        if self._adapters is not None:
+            self._adapters.clear()
         self._place([None] * len(self._rows))
         self._span([()] * len(self._rows))
 

@@ -14,10 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.causal_lm import make_causal_lm
+from guided_spec.models.fp8 import Fp8Linear
+from guided_spec.models.loading import load_model
 from guided_spec.models.lora.adapted_model import with_adapters
 from guided_spec.models.lora.low_rank import LoraLinear, adapters_of
 from guided_spec.models.lora.slot_adapters import reading_adapters
+from guided_spec.models.stock.slots import SlotInputs
 from tests.adapters import merged, write_adapter
+from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.tiny import build
 from tests.tiny_llm import tiny_model
 
@@ -70,6 +75,26 @@ def test_each_row_has_its_adapter(name: str, tmp_path: Path) -> None:
     assert (found[0] - plain[0]).abs().max() > 0.01
     torch.testing.assert_close(model(IDS).logits, plain, rtol=0, atol=0)
     assert adapters_of(base) is None
+
+
+@pytest.mark.parametrize("form", ["qwen", "compressed tensors"])
+def test_a_base_in_fp8(form: str, tmp_path: Path) -> None:
+    whole = write_fp8(tmp_path / "base", build("llama"), FORMS[form])
+    folder = write_adapter(whole, tmp_path / "adapter", target_modules="all-linear")
+    base: Any = load_model(tmp_path / "base", device="cpu")
+    assert isinstance(base.model.layers[0].self_attn.q_proj, Fp8Linear)
+    model = with_adapters(base, {"a": folder}, 1)
+    lm = make_causal_lm(model, num_slots=1, max_length=32, kernels="packed")
+    assert lm.runs_as == "packed forwards"
+    assert lm.adapters is not None
+    own: Any = merged(whole, folder)
+    for lora, expected in ((None, whole), ("a", own)):
+        lm.adapters.put(0, lora)
+        found = lm.forward(SlotInputs(IDS[:1], [0], [0], [4])).logits
+        lm.commit([4], [4])
+        size = expected(IDS[:1]).logits
+        assert found is not None
+        assert (found - size).norm() < 0.02 * size.norm()
 
 
 def test_weights_are_shared_and_hooks_are_not(tmp_path: Path) -> None:
