@@ -63,11 +63,7 @@ class Chooser:
         return outputs[0] if _is_one(prompts, listed) else outputs
 
     def _ask(
-        self,
-        listed: list[Prompt],
-        choices: Any,
-        paths: ChoicePaths,
-        lora: str | None = None,
+        self, listed: list[Prompt], choices: Any, paths: ChoicePaths, lora: str | None = None
     ) -> list[_Asked]:
         """Queue what every prompt needs."""
         require_one_of("paths", paths, get_args(ChoicePaths))
