@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_485,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 13_550,  # 2,570 more: latents, experts, MTP, pictures both ways, Mamba, adapters
+    "models": 13_555,  # 2,570 more: latents, experts, MTP, pictures both ways, Mamba, adapters
     "ops": 8_490,  # 920 more: latent and two-way attention, experts, axes, norms, kernels
     "proposers": 3_250,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models

@@ -280,6 +280,13 @@ def test_what_names_no_adapters(loras: Any, said: str) -> None:
         make_llm("llama", loras=loras)
 
 
+def test_names_of_others_lead_here() -> None:
+    with pytest.raises(ConfigError, match="did you mean loras"):
+        make_llm("llama", lora_modules={"a": "b"})
+    with pytest.raises(ConfigError, match="did you mean lora?"):
+        SamplingParams(lora_request="a")  # type: ignore[call-arg]
+
+
 def test_other_engines_take_none() -> None:
     wanted = Wanted("some/model", None, None, {"loras": {"a": "b"}}, {})
     with pytest.raises(ConfigError, match="loras=.*not under engine='vllm'"):

@@ -45,7 +45,10 @@ def with_adapters(
         argument = f"loras[{name!r}]"
         for layer, pair in read_adapter(argument, path).items():
             found = _find_layer(model, layer, pair, f"{argument}={str(path)!r}")
-            layers.setdefault(found, {})[name] = pair
+            if name in layers.setdefault(found, {}):
+                fix = "save the adapter again, with one name for it"
+                raise ModelError(f"{argument}={str(path)!r}: it has {found} twice; {fix}")
+            layers[found][name] = pair
     ranks = [max(len(of[name].down) for of in layers.values() if name in of) for name in loras]
     adapters = SlotAdapters([*loras], ranks, num_slots, model.device)
     adapted = {}

@@ -41,12 +41,12 @@ class LowRank(NamedTuple):
 
         The adapters are those of the forward that ``SlotAdapters.reading`` names.
         """
-        mask = self.adapters.mask
-        if mask is None:
+        left_out = self.adapters.left_out
+        if left_out is None:
             return output
         low = functional.linear(states.reshape(-1, states.shape[-1]), self.down)
         # Filled, not multiplied: what another adapter makes of a token may be no number.
-        low = low.view(len(low), len(self.ups), -1).masked_fill(~mask.unsqueeze(1), 0)
+        low = low.view(len(low), len(self.ups), -1).masked_fill(left_out.unsqueeze(1), 0)
         flat = output.view(-1, output.shape[-1])
         for at, (start, up) in enumerate(self.ups):
             flat[:, start : start + len(up)].addmm_(low[:, at], up.T)

@@ -21,16 +21,15 @@ class SlotAdapters:
 
     names: of the adapters. ranks: the columns of each. num_slots: at most. device: of the model.
 
-    mask: bool [N, R], which columns each token of the current forward takes, or [1, R] for all of
-        them; None outside of ``reading``, where the base computes alone.
+    left_out: bool [N, R], which columns each token of the current forward does not take, or [1, R]
+        for all of them; None outside of ``reading``, where the base computes alone.
     """
 
     def __init__(
         self, names: Sequence[str], ranks: Sequence[int], num_slots: int, device: torch.device
     ) -> None:
         self.names, self.device = tuple(names), device
-        self.num_columns = sum(ranks)
-        self.mask: Tensor | None = None
+        self.left_out: Tensor | None = None
         self._numbers = [0] * max(num_slots, TRIED_SLOTS)
         # At one address, so that graphs read it; 0 is the base. The last is of unused tokens: -1.
         size = len(self._numbers) + 1
@@ -59,11 +58,11 @@ class SlotAdapters:
 
         Or of one slot, [1], whose tokens may be any number.
         """
-        self.mask = self._of_slot[slots].unsqueeze(1) == self._columns
+        self.left_out = self._of_slot[slots].unsqueeze(1) != self._columns
         try:
             yield
         finally:
-            self.mask = None
+            self.left_out = None
 
     def _put(self, slot: int, number: int) -> None:
         if self._numbers[slot] != number:

@@ -144,6 +144,19 @@ def test_layers_that_do_not_fit(old: str, new: str, said: str, tmp_path: Path) -
     assert str(caught.value).startswith(f"loras['a']='{folder}': ")
 
 
+def test_a_layer_with_two_names(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = write_adapter(base, tmp_path, target_modules=["q_proj"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    again = {
+        key.replace("model.model.l", "model.language_model.l"): t.clone()
+        for key, t in tensors.items()
+    }
+    save_file({**tensors, **again}, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match="it has model.layers.0.self_attn.q_proj twice; save"):
+        with_adapters(base, {"a": folder}, 1)
+
+
 def test_a_layer_whose_weight_is_read_past_it(tmp_path: Path) -> None:
     base = build("jamba")
     folder = write_adapter(base, tmp_path, target_modules=["dt_proj"])
