@@ -346,7 +346,7 @@ class Guide(Homebound):
 
         slot: in [0, ``max_batch_size``), not that of another open text.
         prompt_ids: at least one.
-        params: ``stop``, ``n`` and ``echo`` are left to the engine.
+        params: ``stop``, ``n``, ``echo`` and ``lora`` are left to the engine.
 
         Raises ConfigError, PromptError, BudgetTooSmallError, or what is wrong with the grammar:
         they concern this request alone.

@@ -40,6 +40,8 @@ _ELSEWHERE = {
         "grammar_backend": "guided_decoding_backend",
         "integer": "int",
         "kv_memory_bytes": "gpu_memory_utilization",
+        "lora": "adapter adapter_name lora_name lora_request",
+        "loras": "adapters enable_lora lora_modules lora_paths",
         "max_batch_size": "max_num_seqs",
         "max_model_len": "context_length max_seq_len max_seq_length n_ctx",
         "max_tokens": "max_completion_tokens max_length max_new_tokens max_output_tokens",

@@ -166,6 +166,7 @@ class SamplingParams:
     logprobs_mode: of which distribution: "raw" is the model's own, "masked" the one that the
         grammar leaves of it, "processed" the one that the token was drawn from.
     echo: the text begins with that of the prompt; stop strings are not searched in it.
+    lora: the adapter that writes the text, one of those of the LLM; None is the model alone.
     return_routed_experts: report the experts of each token, of a model that has any; such a request
         reads its whole prompt itself, and takes nothing from the prefix cache.
 
@@ -197,6 +198,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
+    lora: str | None = None
     return_routed_experts: bool = False
 
     def __new__(cls, *args: object, **given: object) -> SamplingParams:
@@ -234,8 +236,14 @@ class SamplingParams:
         if self.complete and self.grammar is None:
             raise ConfigError("complete", self.complete, "needs a grammar; pass None without one")
         self._read_token_rules()
+        require_kind("lora", self.lora, str | None)
         _require_cache_and_policy(self.cache_salt, self.draft_policy)
         _require_logprobs(self.logprobs, self.logprobs_mode)
+
+    @property
+    def kin(self) -> tuple[str | None, str | None]:
+        """Equal for requests that may take what is kept of each other's: cache salt and adapter."""
+        return self.cache_salt, self.lora
 
     @classmethod
     def from_model(cls, model: Any, **overrides: Any) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,6 +71,7 @@ def generate(
     proposer: Proposer = None,
     *,
     files: BatchOptions,
+    lora: Annotated[str | None, typer.Option(help="LoRA adapter: folder or hub id.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run plain decoding.")] = False,
     as_json: Json = False,
     _verbose: Verbose = False,
@@ -90,11 +91,15 @@ def generate(
             raise ConfigError("--compare", compare, "is for one text; leave it out")
         if asked.image:
             raise ConfigError("--image", str(asked.image[0]), "is for one text; leave it out")
+        if lora is not None:
+            raise ConfigError("--lora", lora, "is for one text; pass its folder as --model")
         run_batch(files, asked, load, proposer, as_json=as_json)
         return
     params, prompt = asked.params(), asked.message(asked.text())
+    loras = None if lora is None else {lora: lora}
+    params = replace(params, lora=lora)
     with working("loading the model") as status:
-        llm = load.load_for_texts(proposer=proposer)
+        llm = load.load_for_texts(proposer=proposer, loras=loras)
         if not as_json:
             stderr().print(repr(llm), style="dim")
         writer = _Writer(status, is_silent=as_json)

@@ -98,6 +98,19 @@ class ModelOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
+def read_loras(given: list[str] | None) -> dict[str, str]:
+    """The values of ``--lora-modules``: folders or hub ids by name. Raises ConfigError."""
+    loras: dict[str, str] = {}
+    for text in given or ():
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError("--lora-modules", text, "must be NAME=PATH, a folder or a hub id")
+        if name in loras:
+            raise ConfigError("--lora-modules", text, f"{name} is there already: rename one")
+        loras[name] = path
+    return loras
+
+
 def read_engine_options(text: str | None) -> dict[str, Any]:
     """The value of ``--engine-options``. Raises ConfigError."""
     try:

@@ -18,6 +18,7 @@ from guided_spec.cli.options import (
     ModelOptions,
     Proposer,
     read_engine_options,
+    read_loras,
     with_options,
 )
 from guided_spec.errors import ConfigError
@@ -50,6 +51,15 @@ Host = Annotated[
     typer.Option("--allowed-host", help="Allowed Host header; can be repeated, * for any."),
 ]
 
+Loras = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-modules",
+        metavar="NAME=PATH",
+        help="LoRA adapter, by the name that requests give as model; can be repeated.",
+    ),
+]
+
 
 @with_options
 def serve(
@@ -59,6 +69,7 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0 listens on all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
     served_model_name: Name = None,
+    lora_modules: Loras = None,
     api_key: Key = None,
     allowed_host: Host = None,
     limits: ServerLimits,
@@ -74,6 +85,10 @@ def serve(
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
     memory = ("max_batch_size", "max_model_len", "kv_memory_bytes")
     arguments = {"proposer": proposer, **{name: getattr(load, name) for name in memory}}
+    arguments["loras"] = read_loras(lora_modules) or None
+    for name in arguments["loras"] or ():
+        if name in names:
+            raise ConfigError("--lora-modules", name, "the model is called so: rename one")
     require_one_of("--engine", engine, SERVERS)
     site = Site(host, port, names, keys, tuple(allowed_host or ()), limits)
     SERVERS[engine](load, arguments, site, engine_options)
@@ -142,6 +157,9 @@ def _serve_vllm(
     from guided_spec.engine.runner import Wanted
     from guided_spec.integrations.vllm.arguments import run, serve_command
 
+    if (loras := others.pop("loras")) is not None:
+        fix = "adapters of requests need --engine guided_spec; leave it out"
+        raise ConfigError("--lora-modules", [*loras], fix)
     if site.allowed_hosts:
         fix = "vLLM's server has no such option: leave it out"
         raise ConfigError("--allowed-host", list(site.allowed_hosts), fix)

@@ -31,11 +31,15 @@ class Chooser:
         self._spelling = CanonicalTokens(setup.spell, setup.vocabulary.token_bytes)
 
     def choose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, paths: ChoicePaths
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        paths: ChoicePaths,
+        lora: str | None = None,
     ) -> ChoiceOutput | list[ChoiceOutput]:
         """One output for one prompt, a list for a list. Raises what ends the first that fails."""
         listed = split_prompts(prompts)
-        asked = self._ask(listed, choices, paths)
+        asked = self._ask(listed, choices, paths, lora)
         try:
             outputs = [one.output.result() for one in asked]
         finally:
@@ -43,18 +47,24 @@ class Chooser:
         return outputs[0] if _is_one(prompts, listed) else outputs
 
     async def achoose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, paths: ChoicePaths
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        paths: ChoicePaths,
+        lora: str | None = None,
     ) -> ChoiceOutput | list[ChoiceOutput]:
         """``choose`` for asyncio. Cancelling the task cancels the requests."""
         listed = split_prompts(prompts)
-        asked = self._ask(listed, choices, paths)
+        asked = self._ask(listed, choices, paths, lora)
         try:
             outputs = [await asyncio.wrap_future(one.output) for one in asked]
         finally:
             cancel_all(asked)
         return outputs[0] if _is_one(prompts, listed) else outputs
 
-    def _ask(self, listed: list[Prompt], choices: Any, paths: ChoicePaths) -> list[_Asked]:
+    def _ask(
+        self, listed: list[Prompt], choices: Any, paths: ChoicePaths, lora: str | None = None
+    ) -> list[_Asked]:
         """Queue what every prompt needs."""
         require_one_of("paths", paths, get_args(ChoicePaths))
         values = _read_choices(choices)
@@ -68,7 +78,7 @@ class Chooser:
         asked = []
         for prompt in listed:
             token_ids, pictures = self._setup.encoder.read(prompt)
-            job = Job(token_ids, SamplingParams(), length, pictures=pictures)
+            job = Job(token_ids, SamplingParams(lora=lora), length, pictures=pictures)
             _check_context(job, rows)
             one = _Asked(tuple(values.values()), tree, paths)
             for part in dealt:

@@ -77,7 +77,8 @@ class LLM(Homebound):
     draft: the draft model or head, like ``model``. The bundled model brings its own: "bundled".
     engine: "guided_spec", or "vllm": vLLM runs the requests, see docs/vllm.md.
     engine_options: of another engine, its own options by their names there.
-    options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
+    options: see ``Options``: the engine's settings (``num_draft_tokens`` is K), how to load, and
+        ``loras``, the LoRA adapters that requests may name.
 
     One LLM may be used from many threads and tasks at once: their requests share batches. It is
     closed when it is garbage collected, by ``close``, or as a context manager. It belongs to the
@@ -113,7 +114,7 @@ class LLM(Homebound):
         self.proposer = setup.proposer_name
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
-        self._draft = draft
+        self._draft, self._loras = draft, dict(options.get("loras") or {})
         self._chooser = Chooser(self._runner)
         self._seeds = SeedSource(self.model)
         self._encoder = setup.encoder
@@ -364,6 +365,7 @@ class LLM(Homebound):
         choices: Any,
         *,
         paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> ChoiceOutput: ...
     @overload
     def choose(
@@ -372,10 +374,16 @@ class LLM(Homebound):
         choices: Any,
         *,
         paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any: ...
     @named_options
     def choose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any:
         """The probability of each choice after the prompt: a ``ChoiceOutput``, a list for a list.
 
@@ -384,26 +392,37 @@ class LLM(Homebound):
             the choices as its grammar and no other setting, is this choice: the sum over all
             tokenizations of it. "canonical" counts the tokenizer's own tokenization alone, and at
             each token renormalizes over the tokens of the choices.
+        lora: see ``SamplingParams``.
 
         The prompt is read once, and the texts only as far as more than one choice begins with them.
 
         Raises ConfigError, PromptError, and what ended the first prompt that failed.
         """
         self.home.require()
-        return self._chooser.choose(prompts, choices, paths)
+        return self._chooser.choose(prompts, choices, paths, lora)
 
     @named_options
     async def achoose(
-        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+        lora: str | None = None,
     ) -> Any:
         """``choose`` for asyncio. Cancelling the task cancels the requests."""
         self.home.require()
-        return await self._chooser.achoose(prompts, choices, paths)
+        return await self._chooser.achoose(prompts, choices, paths, lora)
 
     @property
     def default_params(self) -> SamplingParams:
         """What ``params=None`` stands for: ``SamplingParams.from_model`` of this model."""
         return SamplingParams.from_model(self.model)
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of its LoRA adapters, as ``SamplingParams.lora`` takes them."""
+        return tuple(self._loras)
 
     @property
     def sight(self) -> Sight:
@@ -432,6 +451,8 @@ class LLM(Homebound):
             draft = self._draft
         settings |= changes
         settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
+        if self._loras:
+            settings.setdefault("loras", self._loras)
         if self._encoder.processor is not None:
             settings.setdefault("processor", self._encoder.processor)
         return LLM(self.model, proposer, draft=draft, **settings)

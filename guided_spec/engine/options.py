@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.engine.chats.picture_reader import PictureReader
+from guided_spec.errors import ConfigError
 from guided_spec.kinds import require_kinds, require_known
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.types import require_no_sampling
@@ -23,6 +25,7 @@ class Options:
 
     tokenizer: a hub id, a folder or a loaded tokenizer; None takes the model's own.
     processor: likewise, of a model that reads pictures.
+    loras: folders or hub ids of LoRA adapters, by the names that requests call them.
     load: keyword arguments of ``guided_spec.models.loading.load_model``: device, dtype, device_map,
         tp_plan, attn_implementation, quantization_config, revision, trust_remote_code. They are of
         use for a model that is named, and refused for one that is loaded.
@@ -31,6 +34,7 @@ class Options:
 
     tokenizer: Any = None
     processor: Any = None
+    loras: Mapping[str, str | Path] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=EngineConfig)
 
@@ -52,7 +56,7 @@ class Options:
         Raises ConfigError for an unknown one, and for one that cannot be.
         """
         engine_names = {f.name for f in fields(EngineConfig)}
-        known = {*OF_LLM, "tokenizer", "processor", *cls.LOAD_KINDS, *engine_names}
+        known = {*OF_LLM, "tokenizer", "processor", "loras", *cls.LOAD_KINDS, *engine_names}
         for name, value in options.items():
             if name not in known:
                 require_no_sampling(name, value)
@@ -62,9 +66,22 @@ class Options:
         return cls(
             tokenizer=options.get("tokenizer"),
             processor=options.get("processor"),
+            loras=_read_loras(options.get("loras")),
             load=load,
             config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
         )
+
+
+def _read_loras(given: object) -> dict[str, str | Path]:
+    fix = "must map names to folders or hub ids, as in {'sql': 'path/to/adapter'}"
+    if not isinstance(given, Mapping | None):
+        raise ConfigError("loras", given, fix)
+    for name, path in (given or {}).items():
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError("loras", name, f"{fix}; a name is a non-empty str")
+        if not isinstance(path, str | Path) or not str(path):
+            raise ConfigError(f"loras[{name!r}]", path, "must be a folder or a hub id")
+    return dict(given or {})
 
 
 def find_tokenizer(model: Any, options: Options, reader: PictureReader) -> Any:

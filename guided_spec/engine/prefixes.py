@@ -46,7 +46,7 @@ class Prefixes:
         """
         text = request.text
         if request.num_cached == 0 and self.takes:
-            salt, known, routes = text.params.cache_salt, request.named[:-1], request.routes
+            salt, known, routes = text.params.kin, request.named[:-1], request.routes
             if routes is not None:  # others read what it takes: their experts are not known
                 known = known[: routes.length]
             found = self._model.start(text.slot, known, salt)
@@ -133,7 +133,7 @@ class Prefixes:
 
 def _begin_with_shared_prefix(one: Request, other: Request, length: int) -> bool:
     """Whether two texts may share and have the same first ``length`` tokens."""
-    if other.text.params.cache_salt != one.text.params.cache_salt:
+    if other.text.params.kin != one.text.params.kin:
         return False
     last = slice(length - BLOCK, length)  # where prompts that differ do so most often
     return other.named[last] == one.named[last] and (other.named[:length] == one.named[:length])

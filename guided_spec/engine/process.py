@@ -133,7 +133,7 @@ class EngineProcess(Homebound):
 
     The arguments are those of ``LLM``, but a model and a draft are named, not loaded.
 
-    tokenizer, vocabulary, max_model_len, default_params: as those of ``LLM``.
+    tokenizer, vocabulary, max_model_len, default_params, loras: as those of ``LLM``.
     load: as it was a tenth of a second ago. ended: done when the process has ended, with a
         ModelError if ``close`` was not called; all requests fail then.
     interpreter: one that ``start_interpreter`` has started with ``PROGRAM``: it imports what it
@@ -172,7 +172,7 @@ class EngineProcess(Homebound):
         self.max_model_len = ready.max_model_len
         self.default_params = ready.default_params
         self.ended = self._child.ended
-        self._shown = ready.shown
+        self._shown, self.loras = ready.shown, tuple(options.loras)
         size = ready.vocabulary.vocab_size
         self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len, reader)
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)

@@ -313,7 +313,7 @@ class Request:
             return False
         has_same_ids = self.job.prompt_ids == other.job.prompt_ids
         has_same_ids = has_same_ids and self.job.pictures == other.job.pictures
-        return has_same_ids and self.job.params.cache_salt == other.job.params.cache_salt
+        return has_same_ids and self.job.params.kin == other.job.params.kin
 
     def place_pictures(self, ids: Sequence[Sequence[int]]) -> None:
         """From here on its prompt is read with these. ids: of the rows of each of its pictures."""

@@ -133,9 +133,15 @@ class EngineWorker:
         target = self.setup.engine.model
         self._has_experts = bool(target.expert_layers)
         self._model_type = target.config.model_type
+        self._loras = () if target.adapters is None else target.adapters.names
 
     def require(self, job: Job) -> None:
-        """Raise ConfigError for experts of a model that has none."""
+        """Raise ConfigError for an adapter that is not known, and experts of a model without."""
+        if job.params.lora is not None:
+            if not self._loras:
+                fix = "this LLM has no adapters: pass loras={name: folder} where it is made"
+                raise ConfigError("lora", job.params.lora, fix)
+            require_one_of("lora", job.params.lora, self._loras)
         if job.params.return_routed_experts and not self._has_experts:
             fix = f"a {self._model_type} has no routers that can be recorded; leave it out"
             raise ConfigError("return_routed_experts", job.params.return_routed_experts, fix)

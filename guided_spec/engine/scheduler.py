@@ -171,6 +171,8 @@ class Intake:
                     continue
                 self.scheduler.admit(request)
                 self.pictures.begin(request)
+                if self.model.adapters is not None:
+                    self.model.adapters.put(request.text.slot, request.job.params.lora)
                 self.routes.begin(request.text.slot, request.routes)
                 request.num_cached, request.is_begun = 0, False
                 request.stats.start()

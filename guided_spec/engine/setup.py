@@ -30,7 +30,7 @@ from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.options import Options, find_tokenizer
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.parallel import agree_on_least
+from guided_spec.engine.parallel import agree_on_least, is_parallel
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.target.pictures import PicturePlaces
@@ -42,15 +42,16 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import launch_table_rows
 from guided_spec.models.causal_lm import CausalLM, largest_context, make_causal_lm, stock_lm
-from guided_spec.models.checkpoint import looks_local
+from guided_spec.models.checkpoint import ADAPTER_CONFIG, check_folder, looks_local
 from guided_spec.models.gguf import find_gguf
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
+from guided_spec.models.lora.adapted_model import with_adapters
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
 from guided_spec.models.packed_form import PackedForm, is_packed_on
-from guided_spec.models.pictures.vision import SplitModel, split_vision
+from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -173,11 +174,17 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
-def _load_target(
-    split: SplitModel, draft: Any, config: EngineConfig, window: CaptureWindow
-) -> CausalLM:
+def _adapted(model: PreTrainedModel, options: Options) -> PreTrainedModel:
+    """The model with its adapters, if there are any. Raises ConfigError and ModelError."""
+    loras = options.loras
+    if loras and is_parallel(model):
+        fix = "a model whose layers are split takes none: merge one into it"
+        raise ConfigError("loras", [*loras], fix)
+    return with_adapters(model, loras, options.config.max_batch_size) if loras else model
+
+
+def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots. draft: see ``LLM``."""
-    model: Any = split.language
     form, longest = None, 1 + config.longest_draft
     # On other devices, or with an explicit budget, this is not needed: a draft may be on the hub.
     is_asked = config.kv_memory_bytes is None and model.device.type == "cuda"
@@ -271,13 +278,13 @@ class Setup:
         is_bundled = loaded.config.name_or_path == bundled_asset("target")
         if draft == BUNDLED or (draft is None and is_bundled):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
-        config = options.config
-        split = split_vision(loaded, config.picture_tokens)
+        config, split = options.config, split_vision(loaded, options.config.picture_tokens)
         window = CaptureWindow(largest=_largest_graph(config))
-        target = _load_target(split, draft, config, window)
+        target = _load_target(_adapted(split.language, options), draft, config, window)
         reader = PictureReader.load(model, split.sight, options.processor, options.load)
         tokenizer = find_tokenizer(model, options, reader)
-        context = replace(_context(target, tokenizer, config), draft=draft, window=window)
+        given = (target, split.language, tokenizer, config)
+        context = replace(_context(*given), draft=draft, window=window)
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, context.vocabulary, tokenizer)
         drafter = build_proposer(name, context)
@@ -311,15 +318,20 @@ def _largest_graph(config: EngineConfig) -> int:
     return min(bucket(max(most, _LEAST_GRAPH)), SIZES[-1])
 
 
-def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> ProposerContext:
-    """What a proposer may use, without what it drafts with."""
+def _context(
+    target: CausalLM, base: PreTrainedModel, tokenizer: Any, config: EngineConfig
+) -> ProposerContext:
+    """What a proposer may use, without what it drafts with.
+
+    base: the target without adapters: drafts are made by it alone.
+    """
     check_size(tokenizer, target.vocab_size)
     stop_ids = end_of_text_ids(target.model, tokenizer)
     return ProposerContext(
         vocabulary=Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids),
         encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         tokenizer=tokenizer,
-        target=target.model,
+        target=base,
         config=config,
         num_slots=target.num_slots,
         max_model_len=target.max_length,
@@ -398,6 +410,8 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
             raise ConfigError(argument, source, f"must be a hub id, a folder, or a loaded {kind}")
         if isinstance(source, str | Path) and (looks_local(source) or Path(source).exists()):
             find_gguf(source, needed, argument=argument)
+    for lora, path in options.loras.items():
+        check_folder(f"loras[{lora!r}]", path, ADAPTER_CONFIG)
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
     is_bundled = str(name) == bundled_asset("target")
     if proposer and not (draft is None and is_bundled):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
 from guided_spec.models.line_lm import LineLM
+from guided_spec.models.lora.slot_adapters import SlotAdapters
 from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed_form import LONGEST_DRAFT, PackedForm
@@ -39,6 +40,7 @@ class CausalLM(Protocol):
     axes: the positions of texts with pictures, where they have three axes; else None.
     expert_layers: those that choose experts which a forward can record.
     spans: where pictures are read in both directions, those of the texts; else None.
+    adapters: of the model, and by which of them each slot's text is written; None without any.
     """
 
     model: PreTrainedModel
@@ -49,6 +51,7 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     vocab_size: int
     blocks: Blocks | None
+    adapters: SlotAdapters | None
 
     @property
     def axes(self) -> SlotAxes | None: ...

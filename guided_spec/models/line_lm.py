@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.lora.slot_adapters import SlotAdapters
 from guided_spec.models.packed.blocks import BLOCK, Blocks, Prefix
 from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
@@ -51,6 +52,9 @@ class LineLM:
     ) -> None:
         self.model = model
         self.config: Any = model.config
+        self.adapters: SlotAdapters | None = form.decoder.adapters
+        if self.adapters is not None:  # the form was tried with some
+            self.adapters.clear()
         self.num_slots, self.max_length = num_slots, max_length
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

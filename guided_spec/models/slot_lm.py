@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from guided_spec.models.lora.low_rank import adapters_of
 from guided_spec.models.packed.blocks import Blocks, Prefix
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.spans import SlotSpans
@@ -32,6 +33,7 @@ class WithoutBlocks:
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         self.config: Any = model.config
+        self.adapters = adapters_of(model)
         self.num_slots, self.max_length = num_slots, max_length
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.slot_lm import WithoutBlocks
 from guided_spec.models.stock.routed import ExpertLayers, ExpertRecorder, recording_experts
 from guided_spec.models.stock.slot_trial import (
@@ -118,9 +119,9 @@ class TextLM(WithoutBlocks):
         ):
             text = self._texts[slot] if start else KeptText()
             assert text.length == start, "a text continues where it ended"
-            text = self._caught_up(text)
             own = None if recorder is None else ExpertRecorder(self.expert_layers)
-            with recording_experts(own):
+            with reading_adapters(self.adapters, [slot]), recording_experts(own):
+                text = self._caught_up(text)
                 scores, states, after = self._read(text, row[:count], logits, hidden_layers)
             self._fed.append(_Fed(slot, text, row[:count], after))
             found.append((scores, states))

@@ -337,7 +337,9 @@ def _policy(scripts: tuple[str, ...]) -> str:
 def _add_model_paths(app: FastAPI, service: Service) -> None:
     def card(name: str) -> ModelCard:
         length = service.llm.max_model_len
-        return ModelCard(id=name, created=service.started, max_model_len=length)
+        parent = service.model_name if name in service.llm.loras else None
+        known = {"created": service.started, "max_model_len": length, "parent": parent}
+        return ModelCard.model_validate({"id": name, **known})
 
     @app.get("/health")
     async def health() -> Response:
@@ -352,8 +354,8 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:
-        """The model, under each of its names."""
-        cards = [card(name) for name in service.settings.model_names]
+        """The model, under each of its names, and its adapters."""
+        cards = [card(name) for name in service.served_names]
         return json_response(ModelList(data=cards).model_dump())
 
     @app.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}})

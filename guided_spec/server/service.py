@@ -102,6 +102,10 @@ class ServedModel(Protocol):
         """Sampling parameters of the model's own generation config."""
 
     @property
+    def loras(self) -> tuple[str, ...]:
+        """The names of its adapters."""
+
+    @property
     def load(self) -> Load:
         """How many samples run and wait."""
 
@@ -147,6 +151,9 @@ class Service:
         *,
         watch: Callable[[Completion], None] | None = None,
     ) -> None:
+        for name in llm.loras:
+            if name in settings.model_names:
+                raise ConfigError("loras", name, "the model is called so; give it another name")
         self.llm = llm
         self._watch = watch
         self.settings = settings
@@ -179,9 +186,23 @@ class Service:
         """What answers call the model."""
         return self.settings.model_names[0]
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What requests may name: the model, and its adapters."""
+        return (*self.settings.model_names, *self.llm.loras)
+
     def require_model(self, name: str | None) -> None:
         """Raise ApiError, 404, for a model that is not served."""
-        require_model(name, self.settings.model_names)
+        require_model(name, self.served_names)
+
+    def shown_name(self, asked: str | None) -> str:
+        """What an answer calls the model that was asked for; an adapter has its own name."""
+        return asked if asked is not None and asked in self.llm.loras else self.model_name
+
+    def defaults(self, asked: str | None) -> SamplingParams:
+        """What holds where a request for that model says nothing."""
+        lora = asked if asked in self.llm.loras else None
+        return replace(self.llm.default_params, lora=lora)
 
     def max_tokens(self, wanted: int | None, param: str) -> int:
         """The output tokens of a sample that asks for so many. Raises ApiError."""

@@ -27,6 +27,8 @@ from guided_spec.cli.bench import _table as measurement_table
 from guided_spec.cli.main import app
 from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import Measurement
+from guided_spec.models.loading import load_model
+from tests.adapters import merged, write_adapter
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
@@ -115,6 +117,21 @@ def test_grammars(
     result = generate(model, *(files.get(argument, argument) for argument in arguments))
     assert result.exit_code == 0, result.stderr
     assert re.fullmatch(pattern, result.stdout)
+
+
+def test_an_adapter(model: str, tmp_path: Path) -> None:
+    base = load_model(model, device="cpu")
+    folder = write_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    merged(base, folder).save_pretrained(str(tmp_path / "merged"))
+    tiny_tokenizer().save_pretrained(str(tmp_path / "merged"))
+    short = ["--max-model-len", "64", "--proposer", "none", "--max-tokens", "9"]
+    own = generate(model, "--lora", folder, *short)
+    assert own.exit_code == 0, own.stderr
+    assert own.stdout == generate(str(tmp_path / "merged"), *short).stdout
+    assert own.stdout != generate(model, *short).stdout
+    refused = run("generate", "--input", "rows.jsonl", "--lora", folder)
+    assert refused.exit_code == 1
+    assert "is for one text; pass its folder as --model" in refused.stderr.replace("\n", " ")
 
 
 def test_free_text(model: str) -> None:

@@ -53,6 +53,34 @@ def test_options(started: list[Any]) -> None:
     assert (started[1].model_names, started[1].api_keys) == (("c",), ("k",))
 
 
+def test_adapters(started: list[Any]) -> None:
+    given = ["--lora-modules", "sql=a/b", "--lora-modules", "fr=./c=d"]
+    assert serve(*given).exit_code == 0
+    assert started[0]["loras"] == {"sql": "a/b", "fr": "./c=d"}
+    started.clear()
+    assert serve().exit_code == 0
+    assert "loras" not in started[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sql"], "--lora-modules='sql': must be NAME=PATH"),
+        (["=a"], "--lora-modules='=a': must be NAME=PATH"),
+        (["sql="], "--lora-modules='sql=': must be NAME=PATH"),
+        (["a=b", "--lora-modules", "a=c"], "--lora-modules='a=c': a is there already"),
+        (["m=b", "--model", "m"], "--lora-modules='m': the model is called so"),
+        (["a=b", "--engine", "vllm"], "--lora-modules=['a']: adapters of requests need"),
+    ],
+)
+@pytest.mark.every_case
+def test_adapters_that_are_refused(started: list[Any], arguments: list[str], said: str) -> None:
+    result = serve("--lora-modules", *arguments)
+    assert not started
+    assert result.exit_code == 1
+    assert said in result.stderr.replace("\n", " ")
+
+
 def test_mistakes(started: list[Any]) -> None:
     for arguments, reason in (
         (("--max-samples", "0"), "--max-samples=0"),

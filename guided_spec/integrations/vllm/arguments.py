@@ -60,6 +60,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grammar_backend": (("auto", "xgrammar"), "the plugin needs vLLM's xgrammar: leave it out"),
     "grammar_tables": (("auto", "off"), "a grammar that comes again gets a table: leave it out"),
     "kernels": (("auto",), "vLLM has its own: leave it out"),
+    "loras": (({},), "adapters of requests need engine='guided_spec'"),
     "max_forced_tokens": ((), "drafts have num_draft_tokens at most: leave it out"),
     "quantization_config": ((), "pass engine_options={'quantization': ...}"),
     "tp_plan": ((), "pass tensor_parallel_size"),

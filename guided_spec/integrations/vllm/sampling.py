@@ -54,6 +54,8 @@ def _refusals(job: Job, facts: SamplingFacts) -> Iterator[tuple[str, object, str
         yield "complete", True, "a text that cannot be ended is cut off: leave it out"
     if params.on_short == "error":
         yield "on_short", "error", "nobody hears that a text was shortened: leave it out"
+    if params.lora is not None:
+        yield "lora", params.lora, "adapters are vLLM's own: use engine='guided_spec'"
     if params.return_routed_experts:
         yield "return_routed_experts", True, "experts are not recorded: leave it out"
     start = None if params.grammar is None else params.grammar.start

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.lora.low_rank import adapters_of
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.packed.feed import Feed
 from guided_spec.models.packed.latent import PackedLatentLayer
 from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
@@ -143,7 +145,7 @@ class PackedDecoder:
             )
         }
         self._one_of_each = sorted(kinds.values())
-        self.expert_layers = ExpertLayers.of(model)
+        self.expert_layers, self.adapters = ExpertLayers.of(model), adapters_of(model)
 
     @classmethod
     def of(
@@ -169,7 +171,7 @@ class PackedDecoder:
             pictures, see ``PictureEmbedding``, which are among the tokens. recorder: of the experts
             that the layers choose.
         """
-        with using_few_experts(self._config), recording_experts(recorder):
+        with self._running(index, recorder):
             deep = deep_changes(self._embed, token_ids) if deepens else []
             given = (self._blocks, token_ids, index, memory, deep)
             states, inputs = self._through(*given, recorder)
@@ -188,12 +190,22 @@ class PackedDecoder:
         """Launch each kernel of such a ``forward`` once: one layer of each kind has them all."""
         blocks = [self._blocks[at] for at in self._one_of_each]
         kept = [memory[at] for at in self._one_of_each]
-        with using_few_experts(self._config), recording_experts(recorder):
+        with self._running(index, recorder):
             states, _ = self._through(blocks, token_ids, index, kept, (), recorder)
             if recorder is not None:
                 recorder.fill()
         if hidden_layers:
             torch.cat([states] * len(hidden_layers), -1)
+
+    @contextmanager
+    def _running(self, index: SlotIndex, recorder: ExpertRecorder | None) -> Iterator[None]:
+        """What a forward of the tokens of ``index`` runs in."""
+        with (
+            using_few_experts(self._config),
+            recording_experts(recorder),
+            reading_adapters(self.adapters, index.tokens[0]),
+        ):
+            yield
 
     def _through(
         self,

@@ -265,7 +265,8 @@ def _with_shared(projection: Projection, linears: Sequence[Any]) -> Projection |
     is_alike = (
         values.shape == projection.weight.shape[1:] and values.dtype == projection.weight.dtype
     )
-    if found.bias is not None or not is_alike or block != projection.block:
+    is_bare = found.bias is None and found.low_rank is None
+    if not (is_bare and is_alike) or block != projection.block:
         return None
     return projection._replace(shared=values, shared_scales=scales)
 

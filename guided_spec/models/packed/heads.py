@@ -307,7 +307,7 @@ def _projections(layers: Sequence[Any]) -> list[Any]:
 def _keys_values(packed: PackedWeights, layers: Sequence[PackedLayer]) -> _KeysValues:
     """The part of ``packed``, of ``_projections``, that makes keys and values."""
     queries = layers[0].shape.queries * layers[0].shape.size
-    weight, bias = packed
+    weight, bias = packed.weight, packed.bias
     assert isinstance(weight, Tensor)
     return _KeysValues(
         weight.unflatten(0, (len(layers), -1))[:, queries:],

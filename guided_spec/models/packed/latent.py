@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.linear_layer import product
+from guided_spec.models.lora.low_rank import LoraLinear
 from guided_spec.models.packed.blocks import KeptShape
 from guided_spec.models.packed.feed import feed_of
 from guided_spec.models.packed.layer import Norm
@@ -65,6 +66,8 @@ class PackedLatentLayer:
     def fits(attention: Any) -> bool:
         """Whether the attention is of a known kind, with plain weights."""
         if kind_of(attention) not in KINDS or attention.qk_rope_head_dim % 2:
+            return False
+        if isinstance(attention.kv_b_proj, LoraLinear):  # its matrix is folded into others
             return False
         linears = [*_query_projections(attention), attention.kv_a_proj_with_mqa]
         linears += [attention.kv_b_proj, attention.o_proj]

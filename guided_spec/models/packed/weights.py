@@ -13,36 +13,47 @@ import torch
 from torch import Tensor, nn
 
 from guided_spec.models.linear_layer import has_plain_weight
+from guided_spec.models.lora.low_rank import LoraLinear, LowRank, without_adapters
 from guided_spec.models.quantized.linears import QUANTIZED, QuantizedLinear
 from guided_spec.ops.linear.linear import linear
 from guided_spec.ops.linear.quantized import QuantizedWeight
 
 
 class PackedWeights(NamedTuple):
-    """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases."""
+    """Several linear maps of one input as one: weight [sum of outputs, inputs], and biases.
+
+    low_rank: what adapters add to the maps; None without any.
+    """
 
     weight: Tensor | QuantizedWeight
     bias: Tensor | None
+    low_rank: LowRank | None = None
 
     def product(self, states: Tensor) -> Tensor:
         """[N, I] to [N, sum of outputs]."""
+        found: Tensor
         if isinstance(self.weight, Tensor):
-            return linear(states, self.weight, self.bias)
-        return self.weight.product(states, self.bias)
+            found = linear(states, self.weight, self.bias)
+        else:
+            found = self.weight.product(states, self.bias)
+        return found if self.low_rank is None else self.low_rank.add(found, states)
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether it is a linear layer of plain weights, or of quantized ones that are known."""
+    """Whether it is a linear layer of plain or of known quantized weights, adapters or not."""
+    layer = without_adapters(layer)
     return type(layer) in QUANTIZED or (type(layer) is nn.Linear and has_plain_weight(layer))
 
 
 def can_be_joined(linears: Sequence[Any]) -> bool:
     """Whether plain layers are all in one form: a few of them may not be quantized."""
-    return len({type(one) in QUANTIZED and one.numbers.form for one in linears}) == 1
+    plain = map(without_adapters, linears)
+    return len({type(one) in QUANTIZED and one.numbers.form for one in plain}) == 1
 
 
-def pack(linears: Sequence[nn.Linear | QuantizedLinear]) -> PackedWeights:
-    """The maps as one, whose weight the linears' own become views of, where they are not yet."""
+def pack(layers: Sequence[nn.Linear | QuantizedLinear | LoraLinear]) -> PackedWeights:
+    """The maps as one, whose weight the layers' own become views of, where they are not yet."""
+    linears, low_rank = [without_adapters(one) for one in layers], LowRank.joined(layers)
     weight = join(linears)
     parts = weight.split([len(linear.weight) for linear in linears])
     numbers: list[Any] = [linear.numbers for linear in linears if isinstance(linear, QUANTIZED)]
@@ -50,12 +61,12 @@ def pack(linears: Sequence[nn.Linear | QuantizedLinear]) -> PackedWeights:
     biases = [linear.bias for linear in linears]
     given = [bias for bias in biases if bias is not None]
     if not given:
-        return PackedWeights(joined, None)
+        return PackedWeights(joined, None, low_rank)
     filled = [
         given[0].new_zeros(len(part)) if bias is None else bias.data
         for part, bias in zip(parts, biases, strict=True)
     ]
-    return PackedWeights(joined, torch.cat(filled))
+    return PackedWeights(joined, torch.cat(filled), low_rank)
 
 
 def join(modules: Sequence[Any]) -> Tensor:

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.lora.low_rank import adapters_of
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.packed.decoder import (
     LayerStates,
     PackedOutput,
@@ -191,7 +193,7 @@ class StockDecoder:
         self._embed: nn.Module = stock.get_input_embeddings()
         self._has_axes = counts_axes(model)
         self._most = unscaled_length(model.config)
-        self.expert_layers = ExpertLayers.of(model)
+        self.expert_layers, self.adapters = ExpertLayers.of(model), adapters_of(model)
 
     @classmethod
     @torch.inference_mode()
@@ -241,6 +243,7 @@ class StockDecoder:
             attending(kept, index),
             capture_hidden(self._decoder, hidden_layers) as captured,
             recording_experts(recorder),
+            reading_adapters(self.adapters, index.tokens[0]),
         ):
             output: Any = self._decoder(
                 input_ids=token_ids.unsqueeze(0),

@@ -9,7 +9,7 @@ an engine feeds them, and their logits are compared:
    texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
    mask of its own in its attention shows here, whatever its configuration says.
    Where positions have three axes, those of these tokens differ, as a picture's do. Where pictures
-   are read in both directions, some of these are.
+   are read in both directions, some of these are. Where there are adapters, rows have their own.
 2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
    model makes for itself. Windows that were read wrongly from its configuration show here.
 
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.transformers_version import name_of_cache
 
@@ -155,7 +156,9 @@ class SlotTrial:
         ids = (vocab_size // 2 + steps)[: len(self._rows)] % vocab_size
         self._first, self._last = ids[:, : min(NUM_FIRST, self._length)], ids[:1, NUM_FIRST:]
         self._cause = likely_cause(self._model)
-        self._axes = slots.axes
+        self._axes, self._adapters = slots.axes, slots.adapters
+        if self._adapters is not None:
+            self._adapters.try_in(self._rows)
         self._place([torch.tensor(PLACES[row]) for row in self._rows])
         self._span([SPANS[row] for row in self._rows])
         self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
@@ -174,7 +177,8 @@ class SlotTrial:
                     inputs = SlotInputs(ids, self._rows, [0] * len(ids), whole)
                     masks = self._slots.masks(inputs, steps, ids.shape[1])
                     more["attention_mask"] = masks
-                self._own = self._call(input_ids=ids, use_cache=False, **more).logits
+                with reading_adapters(self._adapters, self._rows, ids.shape[1]):
+                    self._own = self._call(input_ids=ids, use_cache=False, **more).logits
             with errors_naming(self._model, "a forward over KV slots failed", self._cause):
                 self._check_pieces(self._forward_viewing, "over KV slots", self._slots.cache.commit)
                 if self._length <= NUM_FIRST + NUM_LAST:
@@ -206,6 +210,8 @@ class SlotTrial:
 
     def leave(self) -> None:
         """Texts may be in the slots from now on."""
+        if self._adapters is not None:
+            self._adapters.clear()
         self._place([None] * len(self._rows))
         self._span([()] * len(self._rows))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.lora.low_rank import adapters_of
+from guided_spec.models.lora.slot_adapters import reading_adapters
 from guided_spec.models.pictures.axes import SlotAxes
 from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
@@ -64,7 +66,7 @@ class StockSlots:
         self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
         self.axes = SlotAxes.of(model, num_slots, max_length)
-        self.spans = SlotSpans.of(model)
+        self.spans, self.adapters = SlotSpans.of(model), adapters_of(model)
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
         # Single tokens may take a way that is not recorded.
@@ -106,17 +108,26 @@ class StockSlots:
             arguments |= self.axes.arguments(inputs.slots, inputs.starts, token_ids, positions)
         if has_masks:
             arguments["attention_mask"] = self.masks(inputs, positions, plan.view)
-        with ExitStack() as stack:
-            stack.enter_context(shape_free_kernels())
-            if self.cache.has_linear_state:
-                stack.enter_context(recording())
-            captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
-            stack.enter_context(recording_experts(recorder))
+        running = self._running(inputs.slots, token_ids.shape[1], recorder)
+        with running, capture_hidden(self._decoder, hidden_layers) as captured:
             scores = self._run(arguments, inputs.counts, logits)
         states = _concatenate(captured, device)
         if recorder is not None:
             recorder.cut(len(token_ids), width)
         return SlotOutput(*(None if one is None else one[:, :width] for one in (scores, states)))
+
+    @contextmanager
+    def _running(
+        self, slots: Sequence[int], each: int, recorder: ExpertRecorder | None
+    ) -> Iterator[None]:
+        """What a call of the model runs in. each: tokens of a row."""
+        with (
+            shape_free_kernels(),
+            recording() if self.cache.has_linear_state else nullcontext(),
+            recording_experts(recorder),
+            reading_adapters(self.adapters, slots, each),
+        ):
+            yield
 
     def masks(self, inputs: SlotInputs, positions: Tensor, view: int) -> Any:
         """As the model takes them, for rows at ``positions`` [B, T] over the first ``view``."""

@@ -31,9 +31,9 @@ _WEYL_1 = 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
-# Parameters that a key leaves out: those that it has anyway, those that change no text, and those
-# that say where it ends. With the same seed a text is then cut earlier or later, as equal ones are.
-_HAD_ANYWAY = ("seed", "n", "grammar")
+# Parameters that a key leaves out: those it has anyway, the model's own, those that change no text,
+# and those that say where it ends. With the same seed a text is then cut earlier or later.
+_HAD_ANYWAY = ("seed", "n", "grammar", "lora")
 _REPORTED = ("cache_salt", "logprobs", "logprobs_mode", "echo", "on_short", "return_routed_experts")
 _ENDS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "complete")
 _MANY = MAX_BAD_WORDS  # more are tokens and their biases: numbers, which take long to write out

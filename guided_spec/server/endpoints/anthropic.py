@@ -129,7 +129,7 @@ class MessagesHandler:
         self._service = service
         self._stops = body.stop_sequences or []
         chat = as_chat(body, service.template, service.picture_rules)
-        self._messages = chat.messages
+        self._messages, self._model = chat.messages, service.shown_name(body.model)
         self._run = ChatRun(service, chat)
         self._id = f"msg_{uuid.uuid4().hex}"
 
@@ -173,7 +173,7 @@ class MessagesHandler:
         stop = None if answer is None else self._stop_sequence(answer)
         return MessageBody(
             id=self._id,
-            model=self._service.model_name,
+            model=self._model,
             content=content,
             stop_reason=None if answer is None else _stop_reason(answer, stop),
             stop_sequence=stop,

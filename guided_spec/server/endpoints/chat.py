@@ -139,7 +139,7 @@ class ChatRun:
         variables = style_variables(body.reasoning_effort, body.verbosity, service.template)
         variables |= template_variables(body.chat_template_kwargs, service.template_arguments)
         options: ChatOptions = {
-            "params": sampling_params(body, service.llm.default_params, limit),
+            "params": sampling_params(body, service.defaults(body.model), limit),
             "chat_template_kwargs": variables,
             "tool_format": service.settings.tool_format,
         }
@@ -186,7 +186,7 @@ class ChatHandler:
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.shown_name(body.model),
         }
 
     async def whole(self) -> ChatReply:

@@ -56,7 +56,7 @@ class CompletionHandler:
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.shown_name(body.model),
         }
         service.require_model(body.model)
         asked = body.model or service.model_name
@@ -116,7 +116,7 @@ class CompletionHandler:
         if wanted is None and asked.spec is None:
             wanted = _OPENAIS_MAX_TOKENS
         limit = service.max_tokens(wanted, "max_tokens")
-        params = sampling_params(body, service.llm.default_params, limit)
+        params = sampling_params(body, service.defaults(body.model), limit)
         return _Asked(asked, replace(params, grammar=asked.spec))
 
     def _index(self, chunk: Chunk) -> int:

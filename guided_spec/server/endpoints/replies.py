@@ -388,13 +388,17 @@ class DeletedResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that is served. max_model_len: prompt and output tokens at most."""
+    """A model that is served. max_model_len: prompt and output tokens at most.
+
+    parent: of an adapter, the model that it changes.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "guided_spec"
     max_model_len: int
+    parent: str | None = absent()
 
 
 class ModelList(BaseModel):

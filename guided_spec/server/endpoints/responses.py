@@ -135,7 +135,7 @@ class ResponseHandler:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.model_name,
+            "model": self._service.shown_name(body.model),
             "output": [item.model_copy(deep=True) for item in self._items.items],
             "previous_response_id": body.previous_response_id,
             "store": self._is_stored,

@@ -125,6 +125,7 @@ def test_a_noise_key_is_made_of_seed_prompt_and_grammar() -> None:
 LEFT_OUT: dict[str, Any] = {
     "n": 3,
     "cache_salt": "x",
+    "lora": "x",
     "logprobs": 2,
     "logprobs_mode": "masked",
     "echo": True,
