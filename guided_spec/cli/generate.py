@@ -78,8 +78,8 @@ def generate(
 ) -> None:
     """Generate text that matches a grammar, by speculative decoding.
 
-    The text goes to stdout while it is written, the report to stderr. Without --model the bundled
-    model is used.
+    The text goes to stdout while it is written, the report to stderr. Without --model a bundled
+    model is used, of which one reads pictures.
 
     With --input it answers every line of a file. With a PROMPT such as "Translate {text}", lines
     are rows, and each name in braces is a column. Without one they are OpenAI's batch lines:
@@ -99,7 +99,7 @@ def generate(
     loras = None if lora is None else {lora: lora}
     params = replace(params, lora=lora)
     with working("loading the model") as status:
-        llm = load.load_for_texts(proposer=proposer, loras=loras)
+        llm = load.for_pictures(asked.image).load_for_texts(proposer=proposer, loras=loras)
         if not as_json:
             stderr().print(repr(llm), style="dim")
         writer = _Writer(status, is_silent=as_json)

@@ -11,17 +11,18 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from guided_spec.bundled import READER
 from guided_spec.cli import collect_again
 from guided_spec.cli.console import print_json, stderr
 from guided_spec.cli.words import grammar_option
 from guided_spec.config import THREADS
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import require_proposer
@@ -79,11 +80,15 @@ class ModelOptions:
         It is so small that threads wait for each other: with two, a batch of texts took a tenth
         longer and half more of the processors.
         """
-        if self.model is None and THREADS not in os.environ:
+        if self.model in (None, READER) and THREADS not in os.environ:
             import torch
 
             torch.set_num_threads(1)
         return self.load(**others)
+
+    def for_pictures(self, pictures: list[Path] | None) -> ModelOptions:
+        """With pictures and no model, the bundled one that reads them."""
+        return replace(self, model=READER) if pictures and self.model is None else self
 
     def arguments(self, **others: Any) -> dict[str, Any]:
         """Arguments of ``LLM``: those that are not None. others: further ones.
@@ -185,8 +190,10 @@ class TextOptions:
     def text(self) -> str:
         """The prompt itself; of ``-``, standard input without the end of its last line.
 
-        Raises ConfigError if there is none.
+        Raises ConfigError if there is none, unless there are pictures.
         """
+        if self.prompt is None and self.image:
+            return ""
         if self.prompt is None:
             raise ConfigError("PROMPT", None, "give the text to continue; - is standard input")
         if self.prompt != STDIN:
@@ -197,7 +204,8 @@ class TextOptions:
         """``text`` as a prompt of ``LLM``."""
         if self.image:
             pictures = [{"type": "image", "image": str(one)} for one in self.image]
-            return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+            words = [{"type": "text", "text": text}] if text else []
+            return [{"role": "user", "content": [*pictures, *words]}]
         return [{"role": "user", "content": text}] if self.chat else text
 
     def _grammar(self) -> GrammarSpec | None:
@@ -338,7 +346,7 @@ def write_text(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fix = f"must be a file that can be written ({error.strerror})"
+        fix = f"must be a file that can be written ({reason_of(error)})"
         raise ConfigError(option, str(path), fix) from error
 
 
@@ -357,4 +365,4 @@ def read_text(option: str, path: Path) -> str:
             return sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(option, str(path), f"cannot be read: {error}") from error
+        raise ConfigError(option, str(path), f"cannot be read: {reason_of(error)}") from error

@@ -56,7 +56,7 @@ def trace(
     params, text = asked.params(), asked.text()
     prompt = asked.message(text)
     with working("loading the model"):
-        llm = load.load(proposer=proposer)
+        llm = load.for_pictures(asked.image).load(proposer=proposer)
         traces = [_trace(llm, prompt, params)]
         if compare is not None:
             name, _, draft = compare.partition("=")

@@ -70,7 +70,7 @@ class LLM(Homebound):
     """Constrained speculative generation with a Hugging Face causal language model.
 
     model: a hub id, a folder, or a loaded ``PreTrainedModel``; None or "bundled" takes the bundled
-        model.
+        model, "bundled-reader" the one that reads pictures.
     proposer: who drafts, see ``guided_spec.proposers``. None is ``chain:grammar_forced+auto``, and
         on a CUDA device the EAGLE-3 head alone where ``auto`` finds one. ``auto`` is what fits
         ``draft``, else the MTP layers in the model's checkpoint, else ngram.

@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from guided_spec.bundled import BUNDLED, bundled_asset, named_model
+from guided_spec.bundled import BUNDLED, bundled_asset, name_of, named_model
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.chats.picture_reader import PictureReader
@@ -304,7 +304,7 @@ class Setup:
             encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length, reader),
             grammars=grammars,
             engine=engine,
-            about=_about(engine, "bundled" if is_bundled else loaded.config.name_or_path, name),
+            about=_about(engine, name_of(loaded.config.name_or_path), name),
         )
 
 

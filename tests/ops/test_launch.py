@@ -39,7 +39,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_threshold_kernel": 1,
         "_fp8_linear": 24,  # three tilings, with biases and without, for two widths of blocks
         "_multiply_out": 2,
-        "_int4_linear": 12,  # three tilings, with biases and without, for two widths of groups
+        "_int4_linear": 16,  # by tokens and groups, with biases and without, in slices and whole
         "_multiply_out_int4": 1,
         "_route": 3,  # of three models with experts, of which one has one that all tokens take
         "_open": 5,  # two of them in fp8 as well

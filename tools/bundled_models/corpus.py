@@ -68,7 +68,7 @@ def _make_shard(job: tuple[CorpusConfig, int]) -> list[Batch]:
     tokenizer = Tokenizer.from_file(config.tokenizer_file)
     documents = [sample_document(rng) for _ in range(config.shard)]
     prompts = tokenizer.encode_batch_fast([document.prompt for document in documents])
-    cuts = [_cut_in_key(rng, document.answer) for document in documents]
+    cuts = [cut_in_key(rng, document.answer) for document in documents]
     answers = tokenizer.encode_batch_fast([left for left, _ in cuts])
     rests = tokenizer.encode_batch_fast([right for _, right in cuts])
     end = tokenizer.token_to_id(END)
@@ -90,7 +90,7 @@ def _make_shard(job: tuple[CorpusConfig, int]) -> list[Batch]:
     return found
 
 
-def _cut_in_key(rng: random.Random, answer: str) -> tuple[str, str]:
+def cut_in_key(rng: random.Random, answer: str) -> tuple[str, str]:
     """Cut one answer in ten inside a key, so that the key gets an unusual tokenization.
 
     Under a grammar a model that does not expect the coming key may spell it in other tokens

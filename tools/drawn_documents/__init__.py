@@ -1,0 +1,1 @@
+"""Drawn receipts, forms and tables, and the small model that reads them."""
