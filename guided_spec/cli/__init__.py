@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import gc
 import os
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
+
+from guided_spec.home import leave
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 INTERRUPTED = 130  # as shells have it
 NEEDED = ("rich", "typer")
-SHORT = ("check", "generate", "trace")  # commands whose imports may take longer than their work
-UNCOLLECTED = (*SHORT, "serve")  # until ``collect_again``
+# Commands whose imports may take longer than their work, and one that should end at once. Until
+# ``collect_again`` nothing is collected.
+QUICK = ("check", "generate", "serve", "trace")
 
 
 def run() -> None:
@@ -32,14 +32,14 @@ def run() -> None:
         sentence = f"guided-spec needs {missing}: pip install 'guided-spec[cli]'"
         raise SystemExit(sentence) from None
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    is_short = command in SHORT
-    if command in UNCOLLECTED:  # nothing that torch imports is garbage
+    is_quick = command in QUICK
+    if is_quick:  # nothing that torch imports is garbage
         gc.disable()
     try:
         app()
     except SystemExit as end:
-        if is_short and isinstance(end.code, int):
-            _leave(end.code)
+        if is_quick and isinstance(end.code, int):
+            leave(end.code)
         raise
     except OSError as error:
         if error.errno not in NO_ROOM or error.filename is not None:
@@ -47,8 +47,8 @@ def run() -> None:
         sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
         # What is still to be written would fail once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if is_short:
-            _leave(1)
+        if is_quick:
+            leave(1)
         raise SystemExit(1) from None
 
 
@@ -63,17 +63,3 @@ def collect_again() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-
-
-def _leave(code: int) -> None:
-    """End the process without taking all modules apart, which costs a second of CPU.
-
-    Returns where Python has to end it: a thread still works, or nobody takes the output.
-    """
-    if all(one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
-        atexit._run_exitfuncs()
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    gc.unfreeze()

@@ -8,7 +8,6 @@ into messages: the thread sends them from where they are.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import io
@@ -56,7 +55,7 @@ from guided_spec.engine.request import Request, State
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import Interpreter, start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.home import Home, Homebound
+from guided_spec.home import Home, Homebound, leave
 from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.ops.sampling.adjust import Words
 from guided_spec.types import SamplingParams
@@ -434,12 +433,12 @@ def serve() -> None:
     import guided_spec.engine.runner  # noqa: F401  # the parent may not know yet what to load
 
     gc.freeze()  # nothing that has been imported is garbage
-    atexit.register(gc.unfreeze)  # libraries complain about what is left at the end
     gc.enable()
     with Connection(int(sys.argv[1])) as connection:
         try:
             start = receive(connection)
         except (EOFError, OSError):  # the parent has ended before it knew what to load
+            leave(0)
             return
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         logger = logging.getLogger(_LOGGER)
@@ -451,6 +450,7 @@ def serve() -> None:
         with contextlib.suppress(OSError):  # the parent has gone: the worker sees it too
             _send_all(connection, outgoing)
         worker.join()
+    leave(0)
 
 
 def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
