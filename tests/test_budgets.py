@@ -24,7 +24,7 @@ BUDGETS = {
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models
     "trace": 810,  # 50 more: axes with numbers, thumbnails
     "training": 6_465,  # 35 more: answers that are written together, forced tokens in numpy
-    ".": 2_350,  # 240 more: ends, room, reasons, one rule for the nearest known names, pictures, adapters
+    ".": 2_350,  # 240 more: ends, room, reasons, the nearest known names, pictures, adapters
 }
 MOST_LINES, MOST_MODULES = 600, 16
 
