@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from guided_spec.engine.chats import pictures
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.chats.pictures import OpenPicture, PictureRules
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
+from guided_spec.models.pictures.picture import Sight
 from guided_spec.types import SamplingParams
 from tests.pictures.sighted import ask, picture, png, sighted
 
@@ -311,6 +313,20 @@ def test_a_processor_that_cannot_be_loaded(tmp_path: Path) -> None:
         )
         with pytest.raises(GuidedSpecError, match="its processor cannot be loaded"):
             llm.chat(ask(picture(1), "and?"))
+
+
+def test_a_processor_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers says then names every package that a processor could need."""
+    monkeypatch.setattr("guided_spec.engine.chats.picture_reader.find_spec", lambda _name: None)
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", _needs_much)
+    found = PictureReader.load("a-model", Sight(None), None, {})
+    assert found.sight.refusal == (
+        "its processor cannot be loaded (Pillow is not installed): pip install 'guided-spec[vision]'"
+    )
+
+
+def _needs_much(*_args: object, **_kwargs: object) -> None:
+    raise ImportError("torchvision: a page of advice")
 
 
 def test_a_folder_is_loaded_with_its_processor(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
 from threading import Lock
@@ -66,7 +67,11 @@ class PictureReader:
             return cls(AutoProcessor.from_pretrained(str(source), **options), sight)
         except Exception as error:  # transformers raises nearly every class of exception here
             reason = " ".join(str(error).split())
-            fix = "pip install 'guided-spec[vision]', and torchvision where it is asked for"
+            fix = "pip install 'guided-spec[vision]'"
+            if find_spec("PIL") is None:  # transformers names all that could be missing
+                reason = "Pillow is not installed"
+            else:
+                fix += ", and torchvision where it is asked for"
             _LOG.warning("%s: its processor cannot be loaded: %.300s", source, reason)
             shown = f"its processor cannot be loaded ({reason:.200}): {fix}"
             return cls(None, sight._replace(refusal=shown))
