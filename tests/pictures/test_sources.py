@@ -320,9 +320,8 @@ def test_a_processor_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("guided_spec.engine.chats.picture_reader.find_spec", lambda _name: None)
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", _needs_much)
     found = PictureReader.load("a-model", Sight(None), None, {})
-    assert found.sight.refusal == (
-        "its processor cannot be loaded (Pillow is not installed): pip install 'guided-spec[vision]'"
-    )
+    reason, fix = "Pillow is not installed", "pip install 'guided-spec[vision]'"
+    assert found.sight.refusal == f"its processor cannot be loaded ({reason}): {fix}"
 
 
 def _needs_much(*_args: object, **_kwargs: object) -> None:
