@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_005,  # 3,015 more: latents, experts, MTP, pictures, norms, Mamba, int4, adapters
+    "models": 14_010,  # 3,015 more: latents, experts, MTP, pictures, norms, Mamba, int4, adapters
     "ops": 9_000,  # 1,430 more: latent and two-way attention, experts, axes, norms, kernels, int4
     "proposers": 3_250,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models

@@ -26,7 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from guided_spec.bundled import BUNDLED, READER
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.kinds import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 
@@ -417,6 +419,7 @@ def check_hub(shown: str, source: str | Path, revision: str | None) -> None:
     except Exception as error:  # of the package that hubs are asked with, of which there are two
         reason = f"{constants.ENDPOINT} does not answer: {error}"
         fix = "pass a folder, or check the name and the connection"
+        fix += did_you_mean(repo, (BUNDLED, READER))
         raise ModelError(f"{shown}: there is no such folder, and {reason}; {fix}") from error
 
 

@@ -55,6 +55,13 @@ def test_it_is_said_at_once(
     ]
 
 
+@pytest.mark.parametrize("name", ["bundled_reader", "bundled-readr"])
+def test_the_packages_own_models_are_named(name: str, asked: list[str]) -> None:
+    with pytest.raises(ModelError, match="did you mean bundled-reader"):
+        LLM(name)
+    assert asked == [name]
+
+
 def test_checkpoints_too(asked: list[str]) -> None:
     with pytest.raises(ModelError, match="checkpoint='no/head': there is no such folder"):
         Checkpoint.open("no/head")
