@@ -99,7 +99,7 @@ def test_workers_make_the_same_batches(dataset: Any, vocabulary: Vocabulary, met
     count = 0
     for expected, found in zip(here, loader, strict=True):
         assert isinstance(found, TrainingBatch)
-        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(expected[:-1], found[:-1], strict=True))
         # Shared memory of its own size: the loader copied nothing, and nothing that is not filled.
         assert found.bitmask.untyped_storage().nbytes() == found.bitmask.nbytes
         count += len(found.lengths)
