@@ -1,8 +1,9 @@
-"""Records with pictures: the target's states are those of the stock model, and drafts are served."""
+"""Records with pictures: states are those of the stock model, and drafts are served."""
 
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +15,33 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoProcessor
 
-from guided_spec.engine.llm import LLM
 from guided_spec.engine.chats.pictures import PictureRules
+from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.causal_lm import make_causal_lm
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
+from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.target import capture_hidden
 from guided_spec.training.data.batches import Collator
-from guided_spec.training.data.dataset import encode_prompt, load_examples, make_encoder
+from guided_spec.training.data.dataset import (
+    encode_prompt,
+    encode_record,
+    load_examples,
+    make_encoder,
+)
 from guided_spec.training.data.pictures import read_pictures_text
-from guided_spec.training.data.records import read_example
-from guided_spec.training.features import KeptFeatures, OnlineFeatures, StoredFeatures
+from guided_spec.training.data.records import read_example, read_lines
+from guided_spec.training.features import OnlineFeatures
 from guided_spec.training.pictures import TrainingTarget
+from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run import TrainingReport, train
+from guided_spec.training.target_rows import TargetHead
 from guided_spec.types import SamplingParams
+from tests.models.heads.fresh import spread
+from tests.models.heads.heads import write_eagle3
 from tests.pictures.sighted import FAMILIES, ask, picture, png, sighted
-from tests.training.toy_algorithm import make_options
+from tests.training.toy_algorithm import make_options, write_target
 
 STOP = 0
 ANSWER = "The name of the cat is Ada"
@@ -124,7 +138,6 @@ def stock_states(family: str, row: Any, layers: Sequence[int]) -> Tensor:
     return torch.stack([one[0] for one in captured], 1)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_those_of_the_stock_model(family: str, tmp_path: Path, no_loading: Any) -> None:
     no_loading(family)
@@ -176,7 +189,6 @@ def served(target: str, draft: str, **settings: Any) -> list[list[int]]:
     return [one.completions[0].token_ids for one in found]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("family", "algorithm"),
     [
@@ -200,3 +212,189 @@ def test_a_draft_of_pictures_is_served(
     assert report.decoded["failed"] == 0
     wanted = [sighted(family).expected(one, 12) for one in PROMPTS]
     assert served(target, str(output)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm"), [("qwen2_vl", "mtp"), ("llava", "eagle3"), ("qwen3_5", "mtp")]
+)
+def test_what_is_trained_is_what_drafts(
+    tmp_path: Path, family: str, algorithm: str, no_loading: Any
+) -> None:
+    """By tokens, states and positions, each likeliest token of an unroll is what is drafted."""
+    no_loading(family)
+    whole = copy.deepcopy(sighted(family).model)
+    target = TrainingTarget.of(whole, options())
+    dataset = load_examples(
+        [write(tmp_path)],
+        *(target.tokenizer(options()),),
+        **{"stop_ids": [STOP], "max_length": 512, "sight": target.sight},
+    )
+    row, language = dataset[1], target.language
+    batch = target.place()(Collator(None, vocab_size=9)([row]))
+    kind = find_algorithm(algorithm)
+    forward = kind.get_trainer_kwargs(masked=False, ttt_steps=3)[0]
+    torch.manual_seed(3)
+    made = {"initialize": "random"} if algorithm == "mtp" else {}
+    model: Any = kind.from_training_args(
+        language.config, target=language, vocabulary=None, ttt_steps=3, **made
+    )
+    spread(model.head)
+    states = OnlineFeatures(language, tuple(model.feature_layers))(batch)
+    output = model(batch, states, **forward).output[:, 0]
+    read = states.aux[0].flatten(-2)
+    if algorithm == "mtp":
+        read = TargetHead(language).normed(states.last[0])
+    with torch.inference_mode():
+        lm = make_causal_lm(language, num_slots=2, max_length=256)
+        found = read_pictures_text(row["pictures"])
+        assert found is not None
+        if lm.axes is not None:
+            lm.axes.put(1, found.positions(len(row["input_ids"])))
+        ids, at = batch.token_ids[0].tolist(), int(row["response_start"])
+        where: Any = {"device": lm.device, "dtype": torch.float32}
+        head = SlotHead(model.head.eval(), SlotLimits(2, 256), axes=lm.axes, **where)
+        head.read([1], [ids[1 : at + 1]], [read[:at]])
+        drafted = [int(head.logits([1])[0].argmax())]
+        for token in ids[at + 1 : at + 3]:
+            head.append([1], torch.tensor([token]))
+            drafted.append(int(head.logits([1])[0].argmax()))
+    assert drafted == output[:, at - 1].tolist()
+
+
+def test_prompts_are_those_of_chat(tmp_path: Path, no_loading: Any) -> None:
+    one = sighted("idefics3")
+    no_loading("idefics3")
+    sight = TrainingTarget.of(copy.deepcopy(one.model), options()).sight
+    (line, *_) = read_lines([write(tmp_path, records()[1:])])
+    example = read_example(line.record)
+    with one.llm() as llm:
+        asked = llm.prepare_chat(example.messages[:-1])
+        assert encode_prompt(example, make_encoder(llm.tokenizer, sight)) == asked.prompt
+        encoded = encode_record(line.record, llm.tokenizer, [STOP], sight)
+    assert encoded.pictures is not None
+    assert encoded.pictures.prompt(asked.prompt_ids, sight.reader) == asked.prompt
+    assert encoded.input_ids[: encoded.response_start] == asked.prompt_ids
+    answers = [token for token, is_one in zip(*encoded[:2], strict=True) if is_one]
+    assert llm.tokenizer.decode(answers, skip_special_tokens=True).count("Bob") == 1
+    assert not {encoded.input_ids[place] for place in encoded.pictures.places} & {*answers}
+
+
+def test_answers_are_written_anew_with_pictures(tmp_path: Path) -> None:
+    """Greedily, each is what the engine says of its pictures."""
+    target, data = save("llava", tmp_path / "target"), write(tmp_path / "data", records()[:2])
+    params = {"regenerate_max_tokens": 6, "regenerate_temperature": 0.0}
+    lines = list(read_lines([data]))
+    ruled = [{**one.record, "regex": "(yes|no|maybe)"} for one in lines]
+    data.write_text("".join(json.dumps(one) + "\n" for one in ruled))
+    settings = {"regenerate": True, "decode_limit": 0, **params}
+    run(target, data, tmp_path / "head", **settings)
+    (part,) = (tmp_path / "head" / "regenerated").glob("*.jsonl")
+    found = [json.loads(line)["messages"] for line in part.read_text().splitlines()]
+    greedy = SamplingParams(max_tokens=6, grammar=GrammarSpec.regex("(yes|no|maybe)"))
+    with LLM(target, max_model_len=512) as llm:
+        wanted = [llm.chat(one["messages"][:-1], params=greedy).text for one in ruled]
+    assert [one[-1]["content"] for one in found] == wanted
+    assert all(Path(part["image"]).is_absolute() for part in found[0][0]["content"][:1])
+
+
+def test_files_of_states_know_their_pictures(tmp_path: Path) -> None:
+    target, data = save("llava", tmp_path / "target"), write(tmp_path / "data")
+    settings: dict[str, Any] = {"features": str(tmp_path / "features"), "decode_limit": 0}
+    first = run(target, data, tmp_path / "first", **settings)
+    names, size = [], len(sighted("llava").processor.tokenizer)
+    for path in sorted((tmp_path / "features").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names.append((file.metadata() or {}).get("pictures", "").count(" ") + 1)
+            assert int(file.get_tensor("token_ids").max()) < len(
+                sighted("llava").processor.tokenizer
+            )
+    assert names == [1, 3, 1, 1]
+    again = run(target, data, tmp_path / "again", **settings)  # by the files
+    assert again.metrics == first.metrics
+    (data.parent / "cat.png").write_bytes(png(picture(7, (24, 16))))
+    with pytest.raises(ConfigError, match="hs_0.* is of other pictures than the dataset's row"):
+        run(target, data, tmp_path / "other", **settings)
+
+
+BAD = [
+    (image("none.png"), r"messages\[0\].content\[1\].image=.*none.png.*cannot be read: No such"),
+    (image("data.jsonl"), r"messages\[0\].content\[1\].image=.*is no picture that can be read"),
+    (
+        {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
+        r"messages\[0\].content\[1\].image_url.url=.*no address is fetched",
+    ),
+    (image("data:image/png;base64,%%%"), r"messages\[0\].content\[1\].image=.*must be in base64"),
+    (
+        {"type": "input_audio", "input_audio": {}},
+        r"content\[1\].type='input_audio': no model reads",
+    ),
+    (text("<image>"), "has 2 places for 1 pictures: write no <image> in messages"),
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"regenerate": True}])
+@pytest.mark.parametrize(("part", "message"), BAD)
+@pytest.mark.every_case
+def test_what_is_wrong_is_named(
+    tmp_path: Path, part: Any, message: str, settings: dict[str, Any]
+) -> None:
+    good, other = records()[0], {"messages": [user(image("cat.png"), part), answer()]}
+    data = write(tmp_path / "data", [good, other])
+    target = save("llava", tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"data='data.jsonl:2': .*{message}"):
+        run(target, data, tmp_path / "head", **settings)
+
+
+def test_a_response_is_text(tmp_path: Path) -> None:
+    reply = {"role": "assistant", "content": [image("cat.png"), text("this")]}
+    data = write(tmp_path / "data", [{"messages": [user(text("Hi")), reply]}])
+    target = save("llava", tmp_path / "target")
+    with pytest.raises(ConfigError, match="data.jsonl:1.*a response holds a picture"):
+        run(target, data, tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"features_url": "http://127.0.0.1:9/v1"}, "with features_url no pictures"),
+        ({"device_map": "auto"}, "with device_map no pictures"),
+    ],
+)
+def test_what_excludes_pictures(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    data, target = write(tmp_path / "data"), save("llava", tmp_path / "target")
+    match = f"data.jsonl:1.*messages.*this model reads text: {reason}"
+    with pytest.raises(ConfigError, match=match):
+        run(target, data, tmp_path / "head", **changes)
+
+
+def test_a_target_that_sees_nothing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    target, data = write_target(tmp_path / "target"), write(tmp_path / "data", records()[2:])
+    tokenizer = copy.deepcopy(sighted("llava").processor.tokenizer)
+    tokenizer.save_pretrained(tmp_path / "target")
+    match = r"data.jsonl:2.*messages\[0\].content\[0\].type='image_url': this model reads text: "
+    with pytest.raises(ConfigError, match=f"{match}target \\(llama\\) has no vision tower"):
+        run(target, data, tmp_path / "head")
+
+
+def test_a_head_with_its_own_table(tmp_path: Path) -> None:
+    """It reads placeholders, and is written as wide as its vocabulary."""
+    target, language = (
+        save("llava", tmp_path / "target"),
+        split_vision(copy.deepcopy(sighted("llava").model), 8).language,
+    )
+    write_eagle3(tmp_path / "init", language, draft_vocab_size=300, own_embedding=True)
+    own = {"init": str(tmp_path / "init")}
+    run(target, write(tmp_path / "data"), tmp_path / "head", own, layout="safeailab")
+    wanted = [sighted("llava").expected(one, 12) for one in PROMPTS]
+    assert served(target, str(tmp_path / "head")) == wanted
+
+
+def test_a_head_of_three_axes_is_refused(tmp_path: Path, no_loading: Any) -> None:
+    no_loading("qwen2_vl")
+    target = save("qwen2_vl", tmp_path / "target")
+    language = split_vision(copy.deepcopy(sighted("qwen2_vl").model), 8).language
+    changes = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    write_eagle3(tmp_path / "init", language, draft_vocab_size=300, changes=changes)
+    with pytest.raises(ModelError, match="init: a head with mrope_section is not trained with"):
+        run(target, write(tmp_path / "data"), tmp_path / "head", {"init": str(tmp_path / "init")})

@@ -79,7 +79,9 @@ def test_lists_do_as_well_as_arrays(dataset: Any, vocabulary: Vocabulary) -> Non
     collator = Collator(GrammarMasks(vocabulary))
     lists = [dataset.with_format(None)[at] for at in range(2)]
     assert isinstance(lists[0]["input_ids"], list)
-    for one, other in zip(collator(lists)[:-1], collator([dataset[0], dataset[1]])[:-1], strict=True):
+    for one, other in zip(
+        collator(lists)[:-1], collator([dataset[0], dataset[1]])[:-1], strict=True
+    ):
         assert torch.equal(one, other)
 
 
