@@ -208,6 +208,9 @@ def test_a_draft_of_pictures_is_served(
     target = save(family, tmp_path / "target")
     output = tmp_path / "head"
     report = run(target, write(tmp_path / "data"), output, algorithm=algorithm)
+    known = json.loads((output / "config.json").read_text()).get("speculators_config")
+    if known is not None:  # other engines find the target so
+        assert known["verifier"]["architectures"] == [type(sighted(family).model).__name__]
     assert report.decoded is not None
     assert report.decoded["failed"] == 0
     wanted = [sighted(family).expected(one, 12) for one in PROMPTS]
@@ -305,9 +308,7 @@ def test_files_of_states_know_their_pictures(tmp_path: Path) -> None:
     for path in sorted((tmp_path / "features").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names.append((file.metadata() or {}).get("pictures", "").count(" ") + 1)
-            assert int(file.get_tensor("token_ids").max()) < len(
-                sighted("llava").processor.tokenizer
-            )
+            assert int(file.get_tensor("token_ids").max()) < size
     assert names == [1, 3, 1, 1]
     again = run(target, data, tmp_path / "again", **settings)  # by the files
     assert again.metrics == first.metrics

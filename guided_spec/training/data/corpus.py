@@ -489,6 +489,7 @@ def _regenerate(
     if not (options.resume and paths[rank].exists()):
         folder.mkdir(parents=True, exist_ok=True)
         partial = paths[rank].with_suffix(".partial")
+        lines = list(islice(read_lines(options.data), rank, options.limit, world))
         params = SamplingParams(
             max_tokens=options.regenerate_max_tokens,
             temperature=options.regenerate_temperature,
@@ -500,10 +501,7 @@ def _regenerate(
         writer = LLM(target.whole, **own) if url is None else Endpoint(url, tokenizer)
         sight = target.sight if url is None else UNSEEN
         with writer:
-            write_responses(
-                lambda: islice(read_lines(options.data), rank, options.limit, world),
-                *(partial, writer, params, sight),
-            )
+            write_responses(lambda: iter(lines), partial, writer, params, sight)
         partial.rename(paths[rank])
     accelerator.wait_for_everyone()
     return paths
