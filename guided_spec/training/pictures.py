@@ -52,7 +52,9 @@ class TrainingTarget(NamedTuple):
     @classmethod
     def of(cls, whole: PreTrainedModel, options: TrainOptions) -> TrainingTarget:
         """Modules are shared: ``whole`` computes what it did."""
-        blind = _why_blind(whole, options)
+        blind = why_blind(options)
+        if blind is None and not has_layers(whole):
+            blind = "only its ends are loaded"
         if blind is None:
             try:
                 split = split_vision(whole, num_rows(options))
@@ -84,26 +86,15 @@ def num_rows(options: TrainOptions) -> int:
     return max(options.batch_tokens, padded_length(options.max_length))
 
 
-def may_see(options: TrainOptions) -> bool:
-    """Whether a run reads pictures, if its target does."""
-    return not _excluding(options)
-
-
-def _excluding(options: TrainOptions) -> list[str]:
+def why_blind(options: TrainOptions) -> str | None:
+    """Why a run reads no pictures, whatever its target does; None where it may."""
     elsewhere = {
         "features_url": options.features_url,
         "tensor_parallel": options.tensor_parallel,
         "device_map": options.device_map,
     }
-    return [name for name, value in elsewhere.items() if value]
-
-
-def _why_blind(whole: PreTrainedModel, options: TrainOptions) -> str | None:
-    """Why a run reads no pictures, whatever its target does; None where it may."""
-    excluding = _excluding(options)
-    if excluding:
-        return f"with {excluding[0]} no pictures are trained on"
-    return None if has_layers(whole) else "only its ends are loaded"
+    named = next((name for name, value in elsewhere.items() if value), None)
+    return None if named is None else f"with {named} no pictures are trained on"
 
 
 class BatchRows:

@@ -49,7 +49,7 @@ from guided_spec.training.features import (
     StoredFeatures,
 )
 from guided_spec.training.options import TrainOptions, read_device_map
-from guided_spec.training.pictures import TrainingTarget, may_see
+from guided_spec.training.pictures import TrainingTarget, why_blind
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
 from guided_spec.training.trainer import (
@@ -349,7 +349,7 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
     may_be_absent = may_be_absent or options.tensor_parallel
     may_be_absent = may_be_absent and not options.regenerate and not options.decode_limit
     # A drafter reads pictures by its target's vision tower.
-    if may_be_absent and not (may_see(options) and have_pictures(options.data)):
+    if may_be_absent and (why_blind(options) or not have_pictures(options.data)):
         try:
             return load_ends(
                 options.target,

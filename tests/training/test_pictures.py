@@ -229,8 +229,10 @@ def test_what_is_trained_is_what_drafts(
     target = TrainingTarget.of(whole, options())
     dataset = load_examples(
         [write(tmp_path)],
-        *(target.tokenizer(options()),),
-        **{"stop_ids": [STOP], "max_length": 512, "sight": target.sight},
+        target.tokenizer(options()),
+        stop_ids=[STOP],
+        max_length=512,
+        sight=target.sight,
     )
     row, language = dataset[1], target.language
     batch = target.place()(Collator(None, vocab_size=9)([row]))
