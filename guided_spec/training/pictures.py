@@ -109,7 +109,8 @@ class BatchRows:
 
         Raises ConfigError for a picture that cannot be read any more.
         """
-        self._rows.release(self._taken)
+        for picture in self._taken:  # one by one, as they were taken: some are there twice
+            self._rows.release([picture])
         self._taken = []
         if batch.pictures is None:
             return batch

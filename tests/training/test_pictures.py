@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoProcessor
 
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.chats.pictures import PictureRules
 from guided_spec.engine.llm import LLM
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
@@ -30,10 +33,14 @@ from guided_spec.training.data.dataset import (
     load_examples,
     make_encoder,
 )
-from guided_spec.training.data.pictures import read_pictures_text
+from guided_spec.training.data.pictures import (
+    TargetSight,
+    read_pictures_text,
+    write_pictures_text,
+)
 from guided_spec.training.data.records import read_example, read_lines
 from guided_spec.training.features import OnlineFeatures
-from guided_spec.training.pictures import TrainingTarget
+from guided_spec.training.pictures import BatchRows, TrainingTarget
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run import TrainingReport, train
 from guided_spec.training.target_rows import TargetHead
@@ -401,3 +408,46 @@ def test_a_head_of_three_axes_is_refused(tmp_path: Path, no_loading: Any) -> Non
     write_eagle3(tmp_path / "init", language, draft_vocab_size=300, changes=changes)
     with pytest.raises(ModelError, match="init: a head with mrope_section is not trained with"):
         run(target, write(tmp_path / "data"), tmp_path / "head", {"init": str(tmp_path / "init")})
+
+
+ROOM = 14  # rows: the largest two of the pictures together
+STRAY = [
+    {"messages": [{"role": "user", "content": "<image> Hi"}, answer()]},
+    {"prompt": "<image> Hi", "response": "Ho"},
+]
+
+
+@pytest.mark.parametrize("record", STRAY)
+def test_a_place_wants_a_picture(record: Any, no_loading: Any) -> None:
+    no_loading("llava")
+    target = TrainingTarget.of(copy.deepcopy(sighted("llava").model), options())
+    tokenizer = target.tokenizer(options())
+    with pytest.raises(PromptError, match="token 380"):
+        encode_record(record, tokenizer, [STOP], target.sight)
+    tokens = {"input_ids": [85, 380, 4, 5], "loss_mask": [0, 0, 1, 1]}
+    with pytest.raises(PromptError, match="holds token 380, a picture's place"):
+        encode_record(tokens, tokenizer, [STOP], target.sight)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=2), min_size=1, max_size=9))
+def test_rows_go_round(pictures: list[list[str]]) -> None:
+    """In a table with room for one batch, however often a picture is there."""
+    seeds, one = {"a": (1, (24, 16)), "b": (2, (16, 32)), "c": (3, (16, 16))}, sighted("qwen2_vl")
+    split = split_vision(copy.deepcopy(one.model), ROOM)
+    assert split.pictures is not None
+    reader = PictureReader(one.processor, split.sight)
+    place = BatchRows(split.pictures, reader).place
+    table: Any = split.language.get_input_embeddings()
+    for names in pictures:
+        parts = [image(address(*seeds[name])) for name in names]
+        record = {"messages": [user(*parts, text("?")), answer()]}
+        sight = TargetSight(reader, split.tower)
+        encoded = encode_record(record, one.processor.tokenizer, [STOP], sight)
+        row = {**encoded._asdict(), "pictures": write_pictures_text(encoded.pictures)}
+        row |= {"index": 0, "grammar": ""}
+        batch = place(Collator(None, vocab_size=9)([row]))
+        assert encoded.pictures is not None
+        found = table(batch.token_ids[0, encoded.pictures.places])
+        wanted = [split.tower.features(kept.read(reader))[:, 0] for kept in encoded.pictures.kept]
+        torch.testing.assert_close(found, torch.cat(wanted))

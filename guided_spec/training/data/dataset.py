@@ -109,7 +109,10 @@ def encode_record(
     tokens and for a chat that the template refuses.
     """
     if record.get("input_ids") is not None:
-        return _encode_tokens(record, len(tokenizer), _Stops(tokenizer, stop_ids))
+        encoded = _encode_tokens(record, len(tokenizer), _Stops(tokenizer, stop_ids))
+        if sight is not None:
+            _refuse_places(encoded.input_ids, sight.reader.sight.placeholder)
+        return encoded
     example = read_example(record)
     encoder = make_encoder(tokenizer, sight)
     if example.prompt is None:
@@ -123,6 +126,9 @@ def encode_record(
         segments = _chat_segments(example, encoder, tokenizer)
     # The chat may end with a question that has no response.
     grammar = None if example.response is None else example.grammar
+    for segment in segments:
+        if not segment.is_response and segment.pictures is None:
+            _refuse_places(segment.token_ids, encoder.sight.placeholder)
     encoded = _join(segments, grammar, _Stops(tokenizer, stop_ids))
     prompt = _join_pictures(segments, encoded.input_ids)
     if prompt is None or sight is None:
@@ -186,6 +192,13 @@ def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -
         loss_mask += [is_response and at < length for at in range(len(token_ids))]
     loss_mask[:1] = [False]
     return Encoded(input_ids, loss_mask, response_start, grammar)
+
+
+def _refuse_places(token_ids: Sequence[int], placeholder: int) -> None:
+    """Raise PromptError for tokens that stand for a picture where there is none."""
+    if placeholder in token_ids:
+        fix = "write messages with parts of the type image"
+        raise PromptError(f"the text holds token {placeholder}, a picture's place: {fix}")
 
 
 def _join_pictures(segments: Sequence[Segment], input_ids: list[int]) -> PicturePrompt | None:
