@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -436,6 +437,7 @@ def test_rows_go_round(pictures: list[list[str]]) -> None:
     seeds, one = {"a": (1, (24, 16)), "b": (2, (16, 32)), "c": (3, (16, 16))}, sighted("qwen2_vl")
     split = split_vision(copy.deepcopy(one.model), ROOM)
     assert split.pictures is not None
+    assert split.tower is not None
     reader = PictureReader(one.processor, split.sight)
     place = BatchRows(split.pictures, reader).place
     table: Any = split.language.get_input_embeddings()
@@ -451,3 +453,21 @@ def test_rows_go_round(pictures: list[list[str]]) -> None:
         found = table(batch.token_ids[0, encoded.pictures.places])
         wanted = [split.tower.features(kept.read(reader))[:, 0] for kept in encoded.pictures.kept]
         torch.testing.assert_close(found, torch.cat(wanted))
+
+
+def test_parquet_and_workers(tmp_path: Path) -> None:
+    """Columns have all fields of all parts; batches come from another process."""
+    target, data = save("llava", tmp_path / "target"), write(tmp_path / "data")
+    named = [
+        {"type": "image", "image": "cat.png", "text": None},
+        {"type": "text", "image": None, "text": "What is it?"},
+    ]
+    said = [{"type": "text", "image": None, "text": ANSWER}]
+    turns = [{"role": "user", "content": named}, {"role": "assistant", "content": said}]
+    table = Dataset.from_list([{"messages": turns}] * 4)
+    table.to_parquet(str(data.with_suffix(".parquet")))
+    run(target, data.with_suffix(".parquet"), tmp_path / "head", workers=1, decode_limit=1)
+    table.save_to_disk(str(tmp_path / "kept"))
+    lines = list(read_lines([tmp_path / "kept", data.with_suffix(".parquet")]))
+    folders = [Path(one.record["messages"][0]["content"][0]["image"]).parent for one in lines]
+    assert folders == [tmp_path / "kept"] * 4 + [data.parent] * 4

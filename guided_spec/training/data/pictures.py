@@ -75,7 +75,7 @@ class DocumentPictures(NamedTuple):
 
     @property
     def spans(self) -> tuple[range, ...]:
-        """See ``PicturePrompt``."""
+        """Where places follow one another, see ``PicturePrompt``."""
         return PicturePrompt([], (), self.places).spans
 
     def positions(self, length: int) -> Tensor:
