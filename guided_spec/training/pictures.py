@@ -52,9 +52,7 @@ class TrainingTarget(NamedTuple):
     @classmethod
     def of(cls, whole: PreTrainedModel, options: TrainOptions) -> TrainingTarget:
         """Modules are shared: ``whole`` computes what it did."""
-        blind = why_blind(options)
-        if blind is None and not has_layers(whole):
-            blind = "only its ends are loaded"
+        blind = why_blind(options) or (None if has_layers(whole) else "it is not loaded whole")
         if blind is None:
             try:
                 split = split_vision(whole, num_rows(options))

@@ -109,6 +109,11 @@ def options(**changes: Any) -> Any:
     return make_options("target", "data", Path("output"), **settings)
 
 
+def documents(target: TrainingTarget, data: Path) -> Any:
+    tokenizer = target.tokenizer(options())
+    return load_examples([data], tokenizer, stop_ids=[STOP], max_length=512, sight=target.sight)
+
+
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives processors of tests instead of those of folders."""
@@ -152,10 +157,7 @@ def test_states_are_those_of_the_stock_model(family: str, tmp_path: Path, no_loa
     whole: Any = sighted(family).model
     target = TrainingTarget.of(whole, options())
     assert target.rows is not None
-    tokenizer = target.tokenizer(options())
-    dataset = load_examples(
-        [write(tmp_path)], tokenizer, stop_ids=[STOP], max_length=512, sight=target.sight
-    )
+    dataset = documents(target, write(tmp_path))
     layers = (1, 2)
     features, place = OnlineFeatures(target.language, layers), target.place()
     rows = [dataset[at] for at in range(4)]
@@ -235,14 +237,7 @@ def test_what_is_trained_is_what_drafts(
     no_loading(family)
     whole = copy.deepcopy(sighted(family).model)
     target = TrainingTarget.of(whole, options())
-    dataset = load_examples(
-        [write(tmp_path)],
-        target.tokenizer(options()),
-        stop_ids=[STOP],
-        max_length=512,
-        sight=target.sight,
-    )
-    row, language = dataset[1], target.language
+    row, language = documents(target, write(tmp_path))[1], target.language
     batch = target.place()(Collator(None, vocab_size=9)([row]))
     kind = find_algorithm(algorithm)
     forward = kind.get_trainer_kwargs(masked=False, ttt_steps=3)[0]
