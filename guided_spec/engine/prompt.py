@@ -28,6 +28,7 @@ Prompts = Prompt | Iterable[Prompt] | Mapping[str, Any]
 """One prompt, several in any iterable or as the rows of an array, or what a tokenizer returned: a
 ``BatchEncoding``, whose attention mask says what is padding."""
 
+NO_VARIABLES: Mapping[str, Any] = {}
 NO_SIGHT = Sight("pictures are not read here")
 _TEXTS = (str, bytes, bytearray)
 _QUIET = {"verbose": False}  # a tokenizer warns of long texts; those that do not fit are refused
@@ -111,6 +112,11 @@ class PromptEncoder:
         return PictureRules(self.sight.refusal)
 
     @property
+    def pictures(self) -> PictureReader | None:
+        """What reads them; None without one."""
+        return self._pictures
+
+    @property
     def processor(self) -> Any:
         """What reads pictures, of transformers; None without one."""
         return None if self._pictures is None else self._pictures.processor
@@ -129,7 +135,7 @@ class PromptEncoder:
             self._pictures.require_read(prompt)
             token_ids, pictures = ReadPrompt(prompt.token_ids, prompt)
         elif _is_chat(prompt):
-            read = self._read_chat(prompt, {})
+            read = self.read_chat(prompt)
             token_ids, pictures = self.encode_chat(self.render(read), read)
         else:
             token_ids, pictures = ReadPrompt(self._token_ids(prompt))
@@ -196,7 +202,7 @@ class PromptEncoder:
 
         Raises PromptError, and ConfigError for messages with other fields than it knows.
         """
-        read = self._read_chat(messages, variables)
+        read = self.read_chat(messages, variables)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 read,
@@ -206,9 +212,13 @@ class PromptEncoder:
             raise PromptError(f"prompt: the chat template refused it: {error}") from error
         return text
 
-    def _read_chat(
-        self, messages: Sequence[Any], variables: Mapping[str, Any]
+    def read_chat(
+        self, messages: Sequence[Any], variables: Mapping[str, Any] = NO_VARIABLES
     ) -> list[dict[str, Any]]:
+        """Messages as ``read_messages`` has them, for the template that ``variables`` name.
+
+        Raises PromptError and ConfigError.
+        """
         if not _is_chat(messages):
             raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
         template = template_text(self._tokenizer, variables)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.training.data.pictures import BatchPictures
 
 
 class TrainingBatch(NamedTuple):
@@ -27,6 +28,7 @@ class TrainingBatch(NamedTuple):
     mask_rows: int64 [B, T], the row of ``bitmask`` with the tokens that the grammar allows at each
         position; 0 for free text.
     indices: int64 [B], which documents of the dataset these are.
+    pictures: of the documents, whose rows ``token_ids`` may have; None where none has any.
     """
 
     token_ids: Tensor
@@ -35,10 +37,24 @@ class TrainingBatch(NamedTuple):
     bitmask: Tensor
     mask_rows: Tensor
     indices: Tensor
+    pictures: BatchPictures | None = None
+
+    @property
+    def written_ids(self) -> Tensor:
+        """int64 [B, T], with a placeholder for each row of a picture."""
+        return self.token_ids if self.pictures is None else self.pictures.written
+
+    @property
+    def contents(self) -> list[str]:
+        """[B], what tells the pictures of each document; "" for none."""
+        documents = [None] * len(self.lengths) if self.pictures is None else self.pictures.documents
+        return ["" if one is None else one.contents for one in documents]
 
     def to(self, device: object) -> TrainingBatch:
         """The batch on ``device``; from pinned memory the copy does not wait."""
-        return TrainingBatch(*(part.to(device, non_blocking=True) for part in self))  # type: ignore[call-overload]
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        moved = (part.to(device, non_blocking=True) for part in self[:-1])  # type: ignore[call-overload]
+        return TrainingBatch(*moved, pictures=pictures)  # type: ignore[misc]
 
 
 class TargetStates(NamedTuple):

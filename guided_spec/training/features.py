@@ -3,8 +3,9 @@
 Files are ``hs_{i}.safetensors``, one a document, in the format of speculators:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
-layers, where the file was written here. A file may hold more tokens than its row, such as the line
-end that a chat template writes after the last response: states do not depend on later tokens.
+layers, where the file was written here, and the contents of a document's pictures. A file may hold
+more tokens than its row, such as the line end that a chat template writes after the last response:
+states do not depend on later tokens.
 
 With 8 bits a number ``hidden_states`` are e4m3, and ``hidden_states_scales`` float32 is what they
 have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculators' connector does.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ from guided_spec.errors import ConfigError, RequestError
 from guided_spec.models.target import capture_hidden
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.data.endpoint import Endpoint
+from guided_spec.training.data.pictures import read_pictures_text
+from guided_spec.training.pictures import PictureArguments
 
 FeatureDtype = Literal["target", "fp8"]
 """How files hold states: in the target's dtype, or in 8 bits with a scale each."""
@@ -86,6 +89,7 @@ class OnlineFeatures(_Here):
         model: Any = target
         self._decoder: Any = model.get_decoder()
         self._device = target.device
+        self._pictures = PictureArguments(target)
         self._layers = (*layers, model.config.get_text_config(decoder=True).num_hidden_layers)
 
     @torch.no_grad()
@@ -100,8 +104,9 @@ class OnlineFeatures(_Here):
         token_ids = batch.token_ids.to(self._device)
         index = torch.arange(token_ids.shape[1], device=token_ids.device)
         mask = index < batch.lengths.to(self._device)[:, None]
+        given = {"attention_mask": mask.long(), **self._pictures.of(batch, token_ids)}
         with capture_hidden(self._decoder, self._layers) as captured:
-            self._decoder(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
+            self._decoder(input_ids=token_ids, use_cache=False, **given)
             *aux, last = [states.to(device) for states in captured]
         if not aux:
             return TargetStates(last.new_empty(*last.shape[:2], 0, last.shape[2]), last)
@@ -127,19 +132,31 @@ def write_features(
 ) -> None:
     """Write one file for each document of the batch; see ``write_states``."""
     together = torch.cat([states.aux, states.last.unsqueeze(2)], 2).cpu()
-    token_ids = batch.token_ids.cpu()
-    rows = zip(batch.indices.tolist(), batch.lengths.tolist(), strict=True)
-    for row, (index, length) in enumerate(rows):
-        own = together[row, :length], token_ids[row, :length]
-        write_states(feature_file(folder, index), *own, layers, dtype)
+    rows = zip(batch.indices.tolist(), _documents(batch), strict=True)
+    for row, (index, document) in enumerate(rows):
+        own = together[row, : len(document.token_ids)]
+        write_states(feature_file(folder, index), own, document, layers, dtype)
+
+
+class Document(NamedTuple):
+    """What states are of. token_ids: int64 [S], as written. contents: of pictures, "" for none."""
+
+    token_ids: Tensor
+    contents: str = ""
+
+
+def _documents(batch: TrainingBatch) -> list[Document]:
+    """Those of a batch, on the CPU."""
+    rows = zip(batch.written_ids.cpu(), batch.lengths.tolist(), batch.contents, strict=True)
+    return [Document(token_ids[:length], contents) for token_ids, length, contents in rows]
 
 
 def write_states(
-    path: Path, states: Tensor, token_ids: Tensor, layers: Sequence[int], dtype: FeatureDtype
+    path: Path, states: Tensor, document: Document, layers: Sequence[int], dtype: FeatureDtype
 ) -> None:
     """Write the file of a document, which appears whole or not at all.
 
-    states: [S, A + 1, H], on the CPU. token_ids: int64 [S]. layers: of the first A, for the header.
+    states: [S, A + 1, H], on the CPU. layers: of the first A, for the header.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {STATES: states.contiguous()}
@@ -148,22 +165,26 @@ def write_states(
         scales = (states.float().abs().amax(-1, keepdim=True) / most).clamp_min(1e-12)
         tensors = {STATES: (states.float() / scales).to(torch.float8_e4m3fn), SCALES: scales}
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    tensors["token_ids"] = token_ids.contiguous()
-    save_file(tensors, partial, metadata={"layers": _spell(layers)})
+    tensors["token_ids"] = document.token_ids.contiguous()
+    header = {"layers": _spell(layers)}
+    if document.contents:
+        header["pictures"] = document.contents
+    save_file(tensors, partial, metadata=header)
     partial.replace(path)
 
 
-def read_states(path: Path, token_ids: Tensor, layers: Sequence[int]) -> Tensor:
+def read_states(path: Path, document: Document, layers: Sequence[int]) -> Tensor:
     """Hidden states [S, A + 1, H] of a document's S tokens; those of 8 bits as bfloat16.
 
-    Raises ConfigError, naming the file, when it is missing or broken, or was made for other tokens
-    or layers.
+    Raises ConfigError, naming the file, when it is missing or broken, or was made for other tokens,
+    pictures or layers.
     """
-    with _opened(path, token_ids, layers) as file:
-        states: Tensor = file.get_slice(STATES)[: len(token_ids)]
+    length = len(document.token_ids)
+    with _opened(path, document, layers) as file:
+        states: Tensor = file.get_slice(STATES)[:length]
         if SCALES not in set(file.keys()):
             return states
-        whole: Tensor = states.float() * file.get_slice(SCALES)[: len(token_ids)]
+        whole: Tensor = states.float() * file.get_slice(SCALES)[:length]
         return whole.bfloat16()
 
 
@@ -184,25 +205,28 @@ def pad_states(found: Sequence[Tensor], batch: TrainingBatch) -> TargetStates:
 
 
 @contextmanager
-def _opened(path: Path, token_ids: Tensor, layers: Sequence[int]) -> Iterator[Any]:
+def _opened(path: Path, document: Document, layers: Sequence[int]) -> Iterator[Any]:
     """The file of a document, which fits it and the layers."""
     if not path.is_file():
         raise ConfigError("features", str(path), "there is no such file; make it first")
     try:
         with safe_open(path, "pt") as file:
-            _check_file(path, file, token_ids, layers)
+            _check_file(path, file, document, layers)
             yield file
     except SafetensorError as error:
         raise _wrong(path, f"cannot be read: {error}") from error
 
 
-def _check_file(path: Path, file: Any, token_ids: Tensor, layers: Sequence[int]) -> None:
-    header = (file.metadata() or {}).get("layers", _spell(layers))
+def _check_file(path: Path, file: Any, document: Document, layers: Sequence[int]) -> None:
+    known = file.metadata() or {}
+    header = known.get("layers", _spell(layers))
     if header != _spell(layers):
         raise _wrong(path, f"holds the layers {header}, expected {_spell(layers)}")
     own = file.get_tensor("token_ids")
-    if not torch.equal(own[: len(token_ids)], token_ids):
+    if not torch.equal(own[: len(document.token_ids)], document.token_ids):
         raise _wrong(path, "holds other tokens than the dataset's row")
+    if known.get("pictures", "") != document.contents:
+        raise _wrong(path, "is of other pictures than the dataset's row")
     states, slots = file.get_slice(STATES), len(layers) + 1
     shape, dtype = list(states.get_shape()), states.get_dtype()
     if len(shape) != 3 or shape[:2] != [len(own), slots]:
@@ -274,13 +298,9 @@ class StoredFeatures(_Here):
 
         Raises ConfigError as ``read_states`` and ``pad_states`` do.
         """
-        token_ids, lengths = batch.token_ids.cpu(), batch.lengths.tolist()
-        found = [
-            read_states(
-                feature_file(self._folder, index), token_ids[row, : lengths[row]], self._layers
-            )
-            for row, index in enumerate(batch.indices.tolist())
-        ]
+        files = (feature_file(self._folder, index) for index in batch.indices.tolist())
+        pairs = zip(files, _documents(batch), strict=True)
+        found = [read_states(path, document, self._layers) for path, document in pairs]
         return pad_states(found, batch)
 
     def check(self, dataset: Any) -> bool:
@@ -290,13 +310,16 @@ class StoredFeatures(_Here):
         ConfigError for a file that is there, but not of its row.
         """
         is_complete = True
-        for row in dataset.select_columns(["index", "input_ids"]):
+        for row in dataset.select_columns(["index", "input_ids", "pictures"]):
             index = int(row["index"])
             path = feature_file(self._folder, index)
             if not path.is_file():
                 is_complete = False
                 continue
-            with _opened(path, torch.from_numpy(np.asarray(row["input_ids"])), self._layers):
+            pictures = read_pictures_text(str(row["pictures"]))
+            contents = "" if pictures is None else pictures.contents
+            document = Document(torch.from_numpy(np.asarray(row["input_ids"])), contents)
+            with _opened(path, document, self._layers):
                 pass
         return is_complete
 
@@ -387,16 +410,17 @@ class ServedFeatures:
 
     def _states(self, index: int, token_ids: Tensor) -> Tensor:
         path = None if self._folder is None else feature_file(self._folder, index)
+        document = Document(token_ids)
         if path is not None and path.is_file():
-            return read_states(path, token_ids, self._layers)
-        states = self._ask(token_ids)
+            return read_states(path, document, self._layers)
+        states = self._ask(document)
         if path is None:
             return states
-        write_states(path, states, token_ids, self._layers, self._dtype)
-        return read_states(path, token_ids, self._layers)
+        write_states(path, states, document, self._layers, self._dtype)
+        return read_states(path, document, self._layers)
 
-    def _ask(self, token_ids: Tensor) -> Tensor:
-        body = {"prompt": token_ids.tolist(), "max_tokens": 1, "return_token_ids": True}
+    def _ask(self, document: Document) -> Tensor:
+        body = {"prompt": document.token_ids.tolist(), "max_tokens": 1, "return_token_ids": True}
         try:
             answer = self._endpoint.complete(body)
         except RequestError as error:
@@ -411,7 +435,7 @@ class ServedFeatures:
         if lock.is_file():
             with lock.open() as held:
                 fcntl.flock(held, fcntl.LOCK_SH)  # until it is written
-        states = read_states(path, token_ids, self._layers)
+        states = read_states(path, document, self._layers)
         for done in (path, lock):
             done.unlink(missing_ok=True)
         return states

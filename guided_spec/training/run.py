@@ -30,7 +30,6 @@ from guided_spec.kinds import require_kinds
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import has_layers, load_ends, load_model
-from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.card import (
     CARD,
@@ -40,7 +39,7 @@ from guided_spec.training.card import (
     write_plots,
 )
 from guided_spec.training.data.corpus import Corpus
-from guided_spec.training.data.records import check_sources
+from guided_spec.training.data.records import check_sources, have_pictures
 from guided_spec.training.features import (
     Features,
     KeptFeatures,
@@ -50,6 +49,7 @@ from guided_spec.training.features import (
     StoredFeatures,
 )
 from guided_spec.training.options import TrainOptions, read_device_map
+from guided_spec.training.pictures import TrainingTarget, why_blind
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
 from guided_spec.training.trainer import (
@@ -264,9 +264,9 @@ def _run(
     forward: TrainerKwargs,
     repository: HubRepository | None,
 ) -> TrainingReport:
-    target = _open_target(options, accelerator.device)
-    tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
-    given = (options, algorithm, algorithm_options, target)
+    parts = TrainingTarget.of(_open_target(options, accelerator.device), options)
+    target, tokenizer = parts.language, parts.tokenizer(options)
+    given = (options, algorithm, algorithm_options, parts)
     corpus, decoding = _read_documents(*given, tokenizer, accelerator)
     if accelerator.is_main_process and repository is not None:
         repository.create()
@@ -303,7 +303,7 @@ def _read_documents(
     options: TrainOptions,
     algorithm: Any,
     algorithm_options: Mapping[str, Any],
-    target: PreTrainedModel,
+    target: TrainingTarget,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Any,
 ) -> _Documents:
@@ -311,12 +311,13 @@ def _read_documents(
     with ExitStack() as stack:
         folder = None
         if accelerator.is_main_process:
-            rehearsal = rehearse(options, algorithm, algorithm_options, target)
+            rehearsal = rehearse(options, algorithm, algorithm_options, target.language)
             folder = stack.enter_context(rehearsal)
         corpus = Corpus.load(options, accelerator, target, tokenizer)
         items = corpus.decode_items(options.decode_limit)
         params = SamplingParams(max_tokens=options.decode_max_tokens)
-        decoding = HeldoutDecoding(target, tokenizer, items, params, options.num_draft_tokens)
+        given = (target.whole, tokenizer, items, params, options.num_draft_tokens)
+        decoding = HeldoutDecoding(*given, target.sight.reader.processor)
         if folder is not None and items:
             try:
                 decoding.check(folder)
@@ -346,7 +347,9 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
     """All of the target, or its ends alone where nothing but them may be needed."""
     may_be_absent = options.features is not None or options.features_url is not None
     may_be_absent = may_be_absent or options.tensor_parallel
-    if may_be_absent and not options.regenerate and not options.decode_limit:
+    may_be_absent = may_be_absent and not options.regenerate and not options.decode_limit
+    # A drafter reads pictures by its target's vision tower.
+    if may_be_absent and (why_blind(options) or not have_pictures(options.data)):
         try:
             return load_ends(
                 options.target,
@@ -372,6 +375,7 @@ def _load_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
         options.target,
         dtype=options.target_dtype,
         trust_remote_code=options.trust_remote_code,
+        pictures=True,
         **placement,
     )
     model: Any = target

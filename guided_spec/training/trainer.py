@@ -28,6 +28,7 @@ from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.compiled_layers import compile_layers
 from guided_spec.training.features import Features
 from guided_spec.training.options import BEST, TrainOptions
+from guided_spec.training.pictures import Place
 from guided_spec.training.run_log import LOGS, RunLog
 from guided_spec.training.validation import MetricSums, acceptance_lengths, evaluate
 
@@ -250,12 +251,14 @@ class Checkpoints:
 class TrainingData(NamedTuple):
     """Batches, as ``DataLoader``s whose ``batch_sampler`` is a ``TokenBatches``.
 
-    heldout: None where nothing is kept for validation. signals: of the workers of both.
+    heldout: None where nothing is kept for validation. signals: of the workers of both. place:
+    gives each batch, before it is used, the rows of its pictures, and frees those of the last one.
     """
 
     train: Any
     heldout: Any
     signals: WorkerSignals
+    place: Place
 
 
 class TrainingResult(NamedTuple):
@@ -356,7 +359,7 @@ class Trainer:
         """
         loader = self._data.train
         rows = [loader.dataset[index] for index in loader.batch_sampler.largest()]
-        batch = loader.collate_fn(rows).to(self._accelerator.device)
+        batch = self._data.place(loader.collate_fn(rows)).to(self._accelerator.device)
         try:
             output = self.model(batch, self._features(batch), **self._forward[0])
             self._accelerator.backward(output.loss)
@@ -404,7 +407,7 @@ class Trainer:
             loader.batch_sampler.skip(progress.batch)
             for batch in _looked_ahead(loader, self._features):
                 progress.batch += 1
-                yield batch.to(self._accelerator.device)
+                yield self._data.place(batch).to(self._accelerator.device)
                 if progress.step == self.total_steps:
                     return
             progress.epoch, progress.batch = progress.epoch + 1, 0
@@ -508,7 +511,8 @@ class Trainer:
         if loader is None:
             return {}
         loader.batch_sampler.set_epoch(0)
-        return evaluate(self._accelerator, self.model, self._features, loader, self._forward[1])
+        batches = map(self._data.place, loader)
+        return evaluate(self._accelerator, self.model, self._features, batches, self._forward[1])
 
 
 def _looked_ahead(loader: Iterable[TrainingBatch], features: Features) -> Iterator[TrainingBatch]:

@@ -96,8 +96,8 @@ def evaluate(
 class HeldoutDecoding(NamedTuple):
     """The answers of ``items``, decoded with an exported draft, each under its own grammar.
 
-    items: at least one, with prompts of token ids. params: how to sample; their grammar is not
-    used.
+    items: at least one, with prompts of tokens. params: how to sample; their grammar is not used.
+    processor: reads pictures; None where the target does not.
     """
 
     target: PreTrainedModel
@@ -105,6 +105,7 @@ class HeldoutDecoding(NamedTuple):
     items: Sequence[WorkItem]
     params: SamplingParams
     num_draft_tokens: int
+    processor: Any = None
 
     def run(self, draft: Path) -> Measurement:
         """``valid`` and ``acceptance_length`` of the result are what to look at.
@@ -146,6 +147,7 @@ class HeldoutDecoding(NamedTuple):
         needed = max(len(item.prompt) for item in self.items) + self.params.max_tokens
         longest = min(needed, getattr(config, "max_position_embeddings", None) or needed)
         settings: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": longest}
+        settings["processor"] = self.processor
         settings |= {"num_draft_tokens": self.num_draft_tokens, "max_batch_size": BATCH_SIZE}
         settings["drafting"] = "always"  # else a poor draft would be measured where it does well
         return LLM(self.target, "auto", draft=str(draft), **settings)

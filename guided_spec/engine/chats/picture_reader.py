@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -86,18 +86,39 @@ class PictureReader:
         """The processor's own, which has places for pictures."""
         return getattr(self.processor, "chat_template", None)
 
-    def encode(self, text: str, pictures: Sequence[OpenPicture]) -> PicturePrompt:
+    def places_in(self, text: str) -> int:
+        """How many pictures a rendered text has places for."""
+        return text.count(self.processor.image_token)
+
+    def require_places(self, text: str, pictures: Sequence[OpenPicture]) -> None:
+        """Raise PromptError where a rendered text has not one place for each picture."""
+        count = self.places_in(text)
+        if count != len(pictures):
+            found = f"the chat template has {count} places for {len(pictures)} pictures"
+            fix = f"write no {self.processor.image_token} in messages"
+            raise PromptError(f"messages: {found}: {fix}, or pass another chat_template")
+
+    def read(self, one: OpenPicture) -> Picture:
+        """A picture as the processor has it. Raises ConfigError."""
+        with self._turn:
+            return self._read(one)[0]
+
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[OpenPicture],
+        tokenize: Callable[[str], list[int]] | None = None,
+    ) -> PicturePrompt:
         """The tokens of a rendered conversation, in which a token of its own is each picture.
+
+        tokenize: of a text that goes on after another one; None: it begins here.
 
         Raises PromptError where the text has not one place for each picture, and for pictures that
         the model cannot keep together.
         """
         token = self.processor.image_token
+        self.require_places(text, pictures)
         parts = text.split(token)
-        if len(parts) - 1 != len(pictures):
-            found = f"the chat template has {len(parts) - 1} places for {len(pictures)} pictures"
-            fix = f"write no {token} in messages, or pass another chat_template"
-            raise PromptError(f"messages: {found}: {fix}")
         if not parts[-1]:
             raise PromptError("messages: the prompt ends with a picture; end it with text")
         read: dict[int, tuple[Picture, list[int]]] = {}
@@ -111,7 +132,7 @@ class PictureReader:
         around = [f"{one.before}{token}{one.after}" for one in shown]
         text = "".join(chain.from_iterable(zip_longest(parts, around, fillvalue="")))
         mark, expanded = self.tokenizer.convert_tokens_to_ids(token), iter(shown)
-        for token_id in self._tokenize(text):
+        for token_id in (tokenize or self._tokenize)(text):
             ids += next(expanded).token_ids if token_id == mark else [token_id]
         places = [at for at, one in enumerate(ids) if one == placeholder]
         chosen = tuple(read[id(one)][0] for one in pictures)

@@ -165,6 +165,17 @@ class PictureRules(NamedTuple):
 TEXT_ALONE = PictureRules()
 
 
+def address_of(part: Mapping[str, Any]) -> Any:
+    """What a part of a picture names: a path or an address, if it is well formed."""
+    found = part.get("image" if part["type"] == "image" else "image_url")
+    return found.get("url") if isinstance(found, Mapping) else found
+
+
+def path_within(folder: Path, address: str) -> str:
+    """A path that may be relative to a folder, as a whole one; another address as it is."""
+    return address if _ADDRESS.match(address) else str(folder / address)
+
+
 def require_few(name: str, messages: Sequence[Any]) -> None:
     """Raise ConfigError for a conversation of more pictures than ``MOST_PICTURES``.
 

@@ -52,6 +52,11 @@ class PictureEmbedding(nn.Embedding):
         factor = self.scale.to(found.dtype).where(input < self.num_tokens, 1)
         return found * factor.unsqueeze(-1)
 
+    def of_tokens(self) -> nn.Embedding:
+        """A table of the vocabulary alone, of its own memory."""
+        own = self.weight[: self.num_tokens].detach().clone()
+        return nn.Embedding(self.num_tokens, self.embedding_dim, _weight=own)
+
     def deepen(self, num_layers: int) -> None:
         """Let rows hold what so many layers add."""
         if num_layers:

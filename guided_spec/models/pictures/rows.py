@@ -49,6 +49,10 @@ class PictureRows:
         """Rows of the table."""
         return self._embedding.num_rows
 
+    def holds(self, content: bytes) -> bool:
+        """Whether the picture of this content has rows, so that its arrays are not needed."""
+        return content in self._held
+
     def take(self, pictures: Sequence[Picture], most: int | None = None) -> list[list[int]] | None:
         """The token ids of each picture's rows, for a text that then calls ``release``.
 
@@ -56,7 +60,7 @@ class PictureRows:
         or where more are left to be read at the next call. Raises what the vision tower raises.
         """
         asked = {one.content: one for one in pictures}
-        missing = [one for content, one in asked.items() if content not in self._held]
+        missing = [one for one in asked.values() if not self.holds(one.content)]
         kept = sum(
             len(held.rows)
             for content, held in self._held.items()

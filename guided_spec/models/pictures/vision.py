@@ -210,7 +210,8 @@ def _language_of(
     if left:
         raise refusal(model, f"expected the weights of {text_config.model_type}, found no {left}")
     language.generation_config = model.generation_config
-    language.config.name_or_path = model.config.name_or_path
+    for name in ("name_or_path", "architectures"):  # by which drafts name their target
+        setattr(language.config, name, getattr(model.config, name))
     language.eval()
     return language, table
 

@@ -54,6 +54,7 @@ from guided_spec.training.objective import (
     Objective,
     measure,
 )
+from guided_spec.training.pictures import as_read_by
 from guided_spec.training.rows import Positions, pick_rows
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
@@ -68,6 +69,7 @@ class BlockTraining(HeadTraining):
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
         """Draft after anchors of the batch and measure it; only rows of responses are scored."""
+        batch = as_read_by(self.head, batch)
         targets = TargetRows.build(batch, states, self._target.head, self.head.vocabulary)
         positions = targets.at_depth(0) >= 0
         anchors = Anchors.choose(batch, positions, self._config.anchors, self._seed)

@@ -102,11 +102,12 @@ class DraftModelTraining(nn.Module):
         """The loss of every token of a response, predicted from the text before it."""
         model: Any = self.draft
         targets = TargetRows.build(batch, states, self._target.head, None)
+        token_ids = batch.written_ids  # as it reads pictures when it drafts
         index = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
         mask = (index < batch.lengths[:, None]).long()
         decoder = model.get_decoder()
         hidden = decoder(
-            input_ids=batch.token_ids, attention_mask=mask, use_cache=False
+            input_ids=token_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
         positions = targets.positions(0)
         # Entry p drafts token p + 2 from state p + 1; the last entries draft nothing.

@@ -36,6 +36,7 @@ from guided_spec.models.heads.eagle import (
 )
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
+from guided_spec.models.pictures.embedding import PictureEmbedding
 from guided_spec.models.target import implementing
 from guided_spec.training.algorithm import (
     TargetStates,
@@ -51,20 +52,28 @@ from guided_spec.training.algorithms.options import (
     ShapeOptions,
 )
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
+from guided_spec.training.pictures import as_read_by
 from guided_spec.training.rows import Positions, pick_rows
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
 
 def unroll(
-    head: DraftHead, token_ids: Tensor, states: Tensor, steps: int, *, recompute: bool = False
+    head: DraftHead,
+    token_ids: Tensor,
+    states: Tensor,
+    steps: int,
+    *,
+    axes: Tensor | None = None,
+    recompute: bool = False,
 ) -> Iterator[Tensor]:
     """The head's hidden states [B, T, H] at the depths 0 to ``steps - 1``, with gradient.
 
     token_ids: int64 [B, T], padded on the right. states: [B, T, len(aux_hidden_layers) * H_target],
     what the head's ``features`` takes. State p scores token p + 2 + depth; it is arbitrary where
-    the document has no such token. recompute: run each depth again in the backward pass; only its
-    states, keys and values are kept until then.
+    the document has no such token. axes: int64 [3, B, T], the positions of a document with
+    pictures, where they have three; None: as a text has them. recompute: run each depth again in
+    the backward pass; only its states, keys and values are kept until then.
     """
     length = token_ids.shape[1]
     positions = torch.arange(length, device=token_ids.device).unsqueeze(0)
@@ -80,7 +89,7 @@ def unroll(
             head,
             shift(token_ids, 1 + depth),
             module=module,
-            position_ids=positions + repeats,
+            position_ids=positions + repeats if axes is None else _moved(axes, repeats),
             attention_mask=_depth_mask(head, hidden, length, repeats),
         )
         if recompute:
@@ -89,6 +98,12 @@ def unroll(
         else:
             hidden = run_depth(hidden=hidden, cache=cache)
         yield hidden
+
+
+def _moved(axes: Tensor, repeats: int) -> Tensor:
+    """int64 [3, B, T]: entry p is the position of token ``p + repeats``; text follows the end."""
+    after = axes[:, :, -1:] + torch.arange(1, repeats + 1, device=axes.device)
+    return torch.cat([axes[:, :, repeats:], after], 2)
 
 
 def _depth_mask(head: DraftHead, hidden: Tensor, length: int, repeats: int) -> Any:
@@ -210,7 +225,12 @@ def head_shape(options: ShapeOptions) -> HeadShape:
 
 
 def make_trainable(head: Head) -> Head:
-    """Set a loaded head to float32, train mode and gradients; returns it."""
+    """Set a loaded head to float32, train mode and gradients; returns it.
+
+    A table of its own has no rows of pictures in training: see ``as_read_by``.
+    """
+    if isinstance(head, LayoutHead) and isinstance(head.embed_tokens, PictureEmbedding):
+        head.embed_tokens = head.embed_tokens.of_tokens()
     return head.float().train().requires_grad_()
 
 
@@ -257,7 +277,9 @@ def forward_head(
     module: Any = head
     scorer = DraftScorer.of(head.logits, module, module.layers)
     positions = [targets.positions(depth) for depth in range(len(objective.weights))]
-    unrolled = unroll(head, batch.token_ids, features, len(positions), recompute=recompute)
+    axes = None if batch.pictures is None else batch.pictures.axes
+    settings: dict[str, Any] = {"axes": axes, "recompute": recompute}
+    unrolled = unroll(head, batch.token_ids, features, len(positions), **settings)
     drafts = map(trained_drafts, unrolled, positions)
     return measure(drafts, scorer, batch, targets, objective)
 
@@ -328,7 +350,7 @@ class HeadTraining(nn.Module):
     ) -> TrainingOutput:
         """Unroll the head over one batch; returns its loss and metrics, see ``forward_head``."""
         recompute: bool = self._config.gradient_checkpointing
-        head = self._target.head
+        head, batch = self._target.head, as_read_by(self.head, batch)
         return forward_head(self.head, head, batch, states, objective, recompute=recompute)
 
     def export(

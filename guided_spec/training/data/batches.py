@@ -27,6 +27,7 @@ from guided_spec.masks.rows import row_allows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.data.dataset import read_grammar_text
+from guided_spec.training.data.pictures import BatchPictures, read_pictures_text
 from guided_spec.types import require_int
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,9 @@ class Collator:
             bitmask=self._fill(rows, mask_rows),
             mask_rows=mask_rows,
             indices=torch.tensor([int(row["index"]) for row in rows]),
+            pictures=BatchPictures.of(
+                [read_pictures_text(str(row["pictures"])) for row in rows], token_ids
+            ),
         )
 
     def _fill(self, rows: Sequence[Mapping[str, Any]], mask_rows: Tensor) -> Tensor:

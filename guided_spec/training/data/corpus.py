@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,16 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from guided_spec.engine.chats.picture_reader import PictureReader
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import OnError, RequestOutput
-from guided_spec.engine.prompt import PromptEncoder
+from guided_spec.engine.prompt import Prompt, PromptEncoder
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.pictures.picture import PicturePrompt, Sight
 from guided_spec.models.tokenizer import end_of_text_ids
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.training.card import CorpusFigures
@@ -38,10 +39,12 @@ from guided_spec.training.data.batches import Collator, GrammarMasks, MaskTable,
 from guided_spec.training.data.dataset import (
     encode_prompt,
     load_examples,
+    make_encoder,
     read_grammar_text,
     split_heldout,
 )
 from guided_spec.training.data.endpoint import Endpoint
+from guided_spec.training.data.pictures import TargetSight, picture_parts, read_pictures_text
 from guided_spec.training.data.records import (
     CHAT_NAMES,
     RESPONSE_NAMES,
@@ -52,6 +55,7 @@ from guided_spec.training.data.records import (
     read_lines,
 )
 from guided_spec.training.options import TrainOptions
+from guided_spec.training.pictures import TrainingTarget, num_rows
 from guided_spec.training.trainer import TrainingData, WorkerSignals
 from guided_spec.types import SamplingParams, sample_seed
 
@@ -61,6 +65,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_RECORDS = 512  # a call's last requests run alone: it is worth many batches
+CALL_BYTES = 2**30  # of pictures
+UNSEEN = TargetSight(PictureReader(None, Sight("with regenerate_url no picture is sent")))
 
 
 class Writer(Protocol):
@@ -91,6 +97,7 @@ def regenerate(
     params: SamplingParams,
     *,
     limit: int | None = None,
+    sight: TargetSight | None = None,
 ) -> Regenerated:
     """Copy the records of ``paths`` to ``output`` with responses from ``writer``.
 
@@ -100,23 +107,34 @@ def regenerate(
 
     params: for every request; the grammar is the record's where it has one, and a seed is that of
         the first record, from which the others count on. ``n`` must be 1, ``echo`` False.
-    limit: records to read at most.
+    limit: records to read at most. sight: how ``writer`` reads pictures; None refuses them.
 
-    Every record is read before anything is generated. Raises ConfigError naming file and line for
-    one without a prompt.
+    Every record is read before anything is generated, but for the pixels of pictures. Raises
+    ConfigError naming file and line for one without a prompt.
     """
     if params.n != 1 or params.echo:
         raise ConfigError("params", params, "must have n=1 and echo=False")
     if output.resolve() in [Path(path).resolve() for path in paths]:
         raise ConfigError("output", str(output), "is one of the inputs; write to another file")
-    for line in islice(read_lines(paths), limit):
-        _read(line)
-    lines = islice(read_lines(paths), limit)
+    return write_responses(lambda: islice(read_lines(paths), limit), output, writer, params, sight)
+
+
+def write_responses(
+    read: Callable[[], Iterator[Line]],
+    output: Path,
+    writer: Writer,
+    params: SamplingParams,
+    sight: TargetSight | None,
+) -> Regenerated:
+    """``regenerate`` for the records that ``read`` gives: it is called twice."""
+    encoder = make_encoder(writer.tokenizer, sight)
+    for line in read():
+        _check_pictures(line, _read(line), encoder)
     counts = dict.fromkeys(("stop", "error", "length"), 0)
     done = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
-        while chunk := list(islice(lines, CALL_RECORDS)):
+        for chunk in _calls(read(), encoder):
             for reason, record, problem in _generate(chunk, writer, params, done):
                 if problem and not counts["error"]:
                     logger.warning("left out, and maybe others after it: %s", problem)
@@ -135,22 +153,54 @@ class _Generated(NamedTuple):
     problem: str
 
 
+class _Asked(NamedTuple):
+    """A record, and what the target is asked."""
+
+    line: Line
+    example: Example
+    prompt: Prompt
+
+
+def _calls(lines: Iterator[Line], encoder: PromptEncoder) -> Iterator[list[_Asked]]:
+    """The records of each call of the writer: not so many that pictures fill the memory."""
+    call, num_bytes = list[_Asked](), 0
+    for line in lines:
+        example = _read(line)
+        try:
+            prompt = encode_prompt(example, encoder)
+        except GuidedSpecError as error:
+            raise ConfigError("data", line.source, str(error)) from error
+        call.append(_Asked(line, example, prompt))
+        num_bytes += prompt.num_bytes if isinstance(prompt, PicturePrompt) else 0
+        if len(call) == CALL_RECORDS or num_bytes >= CALL_BYTES:
+            yield call
+            call, num_bytes = [], 0
+    if call:
+        yield call
+
+
+def _check_pictures(line: Line, example: Example, encoder: PromptEncoder) -> None:
+    """Open the pictures of a record, if it has any, and look at their sizes."""
+    if isinstance(example.prompt, list) and next(picture_parts(example.prompt), None):
+        try:
+            encoder.read_chat(example.prompt)
+        except GuidedSpecError as error:
+            raise ConfigError("data", line.source, str(error)) from error
+
+
 def _generate(
-    lines: Sequence[Line], writer: Writer, params: SamplingParams, done: int
+    call: Sequence[_Asked], writer: Writer, params: SamplingParams, done: int
 ) -> Iterator[_Generated]:
-    examples = [_read(line) for line in lines]
-    encoder = PromptEncoder(writer.tokenizer, len(writer.tokenizer), sys.maxsize)
-    prompts: list[Any] = [encode_prompt(example, encoder) for example in examples]
     asked = [
         replace(
             params,
-            grammar=example.grammar or params.grammar,
+            grammar=one.example.grammar or params.grammar,
             seed=None if params.seed is None else sample_seed(params.seed, done + at),
         )
-        for at, example in enumerate(examples)
+        for at, one in enumerate(call)
     ]
-    outputs = writer.generate(prompts, asked, on_error="return")
-    for line, output in zip(lines, outputs, strict=True):
+    outputs = writer.generate([one.prompt for one in call], asked, on_error="return")
+    for (line, _, _), output in zip(call, outputs, strict=True):
         is_whole = output.is_complete
         record = _with_response(line.record, output.text) if is_whole else None
         problem = "" if output.error is None else f"{line.source}: {output.error}"
@@ -322,13 +372,14 @@ class Corpus:
     vocabulary: Vocabulary
     masks: GrammarMasks
     options: TrainOptions
+    target: TrainingTarget
 
     @classmethod
     def load(
         cls,
         options: TrainOptions,
         accelerator: Any,
-        target: PreTrainedModel,
+        target: TrainingTarget,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Corpus:
         """Read ``options.data``; with ``options.regenerate`` the target writes responses first.
@@ -338,8 +389,8 @@ class Corpus:
         paths: Sequence[str | Path] = options.data
         if options.regenerate:
             paths = _regenerate(options, accelerator, target, tokenizer)
-        stop_ids = end_of_text_ids(target, tokenizer)
-        config: Any = target.config.get_text_config(decoder=True)
+        stop_ids = end_of_text_ids(target.whole, tokenizer)
+        config: Any = target.whole.config.get_text_config(decoder=True)
         context = getattr(config, "max_position_embeddings", None) or options.max_length
         dataset = load_examples(
             paths,
@@ -347,10 +398,12 @@ class Corpus:
             stop_ids=stop_ids,
             max_length=min(options.max_length, context),
             limit=options.limit,
+            sight=target.sight,
         )
         split = split_heldout(dataset, options.heldout_share, options.seed)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, config.vocab_size, stop_ids)
-        return cls(split.train, split.heldout, vocabulary, GrammarMasks(vocabulary), options)
+        masks = GrammarMasks(vocabulary)
+        return cls(split.train, split.heldout, vocabulary, masks, options, target)
 
     def draft_vocabulary(self, device: Any) -> DraftVocabulary | None:
         """The tokens the draft scores, on ``device``; None for the target's own.
@@ -376,7 +429,8 @@ class Corpus:
         """The batches of this process."""
         signals = WorkerSignals()
         heldout = self._loader(self.heldout, accelerator, signals) if len(self.heldout) else None
-        return TrainingData(self._loader(self.train, accelerator, signals), heldout, signals)
+        train = self._loader(self.train, accelerator, signals)
+        return TrainingData(train, heldout, signals, self.target.place())
 
     def figures(self) -> CorpusFigures:
         """For the card of what is trained on it."""
@@ -385,15 +439,20 @@ class Corpus:
         return CorpusFigures(len(self.train), len(self.heldout), sum(grammars) / len(grammars))
 
     def decode_items(self, limit: int) -> list[WorkItem]:
-        """The first ``limit`` held-out documents that have a prompt, as requests."""
+        """The first ``limit`` held-out documents that have a prompt, as requests.
+
+        Raises ConfigError for a picture that cannot be read any more.
+        """
         rows = (row for row in self.heldout if row["response_start"] > 0)
         return [
-            WorkItem(
-                [int(token) for token in row["input_ids"][: int(row["response_start"])]],
-                read_grammar_text(str(row["grammar"])),
-            )
+            WorkItem(self._prompt(row), read_grammar_text(str(row["grammar"])))
             for row in islice(rows, limit)
         ]
+
+    def _prompt(self, row: Any) -> Prompt:
+        token_ids = [int(token) for token in row["input_ids"][: int(row["response_start"])]]
+        pictures = read_pictures_text(str(row["pictures"]))
+        return pictures.prompt(token_ids, self.target.sight.reader) if pictures else token_ids
 
     def _loader(self, dataset: Any, accelerator: Any, signals: WorkerSignals) -> Any:
         options = self.options
@@ -420,7 +479,7 @@ class Corpus:
 def _regenerate(
     options: TrainOptions,
     accelerator: Any,
-    target: PreTrainedModel,
+    target: TrainingTarget,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Path]:
     """Each process writes the responses of its share; returns all files. Kept for a resume."""
@@ -429,9 +488,8 @@ def _regenerate(
     paths = [folder / f"part_{part}_of_{world}.jsonl" for part in range(world)]
     if not (options.resume and paths[rank].exists()):
         folder.mkdir(parents=True, exist_ok=True)
-        source, partial = (paths[rank].with_suffix(end) for end in (".source", ".partial"))
-        lines = islice(read_lines(options.data), rank, options.limit, world)
-        _write_lines(source, [line.record for line in lines])
+        partial = paths[rank].with_suffix(".partial")
+        lines = list(islice(read_lines(options.data), rank, options.limit, world))
         params = SamplingParams(
             max_tokens=options.regenerate_max_tokens,
             temperature=options.regenerate_temperature,
@@ -439,15 +497,11 @@ def _regenerate(
         )
         url = options.regenerate_url
         own: Any = {"tokenizer": tokenizer, "max_batch_size": options.regenerate_batch_size}
-        writer = LLM(target, **own) if url is None else Endpoint(url, tokenizer)
+        own |= {"processor": target.sight.reader.processor, "picture_tokens": num_rows(options)}
+        writer = LLM(target.whole, **own) if url is None else Endpoint(url, tokenizer)
+        sight = target.sight if url is None else UNSEEN
         with writer:
-            regenerate([source], partial, writer, params)
-        source.unlink()
+            write_responses(lambda: iter(lines), partial, writer, params, sight)
         partial.rename(paths[rank])
     accelerator.wait_for_everyone()
     return paths
-
-
-def _write_lines(path: Path, records: Sequence[object]) -> None:
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    path.write_text("".join(lines), encoding="utf-8")

@@ -15,17 +15,27 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
+from guided_spec.engine.chats.messages import pictures_of, plain_text
+from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, ReadPrompt, text_ids
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.spec import GrammarSpec, Start
+from guided_spec.models.pictures.picture import Picture, PicturePrompt
+from guided_spec.training.data.pictures import (
+    DocumentPictures,
+    TargetSight,
+    addresses_of,
+    write_pictures_text,
+)
 from guided_spec.training.data.records import (
     RECORD_KEYS,
     Example,
@@ -53,27 +63,41 @@ class Encoded(NamedTuple):
     loss_mask: T entries, whether a token belongs to a response; never the first token.
     response_start: where the last response begins, T if there is none.
     grammar: what the last response has to match, None for free text.
+    pictures: None without any.
     """
 
     input_ids: list[int]
     loss_mask: list[bool]
     response_start: int
     grammar: GrammarSpec | None
+    pictures: DocumentPictures | None = None
 
 
 class Segment(NamedTuple):
-    """A piece of a document that is tokenized by itself."""
+    """A piece of a document that is tokenized by itself. pictures: the same with its pictures."""
 
     token_ids: list[int]
     is_response: bool
+    pictures: PicturePrompt | None = None
+
+    @classmethod
+    def unanswered(cls, read: ReadPrompt) -> Segment:
+        """One that is no response."""
+        return cls(read.token_ids, is_response=False, pictures=read.pictures)
 
 
-def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[int]) -> Encoded:
+def encode_record(
+    record: Mapping[str, Any],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    sight: TargetSight | None = None,
+) -> Encoded:
     """Tokenize a record of one of the shapes that ``read_example`` reads, or read its tokens.
 
     stop_ids: the tokens that end a response, at least one. The last response is cut after its first
         stop token; one without a stop token gets one. In earlier responses the tokens after the
         first stop token are not trained on.
+    sight: how the target reads pictures; None refuses them.
 
     Every response of a chat is trained on. The chat template says which text that is, if it marks
     what is generated. If it does not, and if it writes earlier turns differently once later turns
@@ -85,9 +109,12 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
     tokens and for a chat that the template refuses.
     """
     if record.get("input_ids") is not None:
-        return _encode_tokens(record, len(tokenizer), _Stops(tokenizer, stop_ids))
+        encoded = _encode_tokens(record, len(tokenizer), _Stops(tokenizer, stop_ids))
+        if sight is not None:
+            _refuse_places(encoded.input_ids, sight.reader.sight.placeholder)
+        return encoded
     example = read_example(record)
-    encoder = PromptEncoder(tokenizer, len(tokenizer), sys.maxsize)
+    encoder = make_encoder(tokenizer, sight)
     if example.prompt is None:
         segments = _text_segments(str(example.response), tokenizer)
     elif isinstance(example.prompt, str):
@@ -99,18 +126,35 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
         segments = _chat_segments(example, encoder, tokenizer)
     # The chat may end with a question that has no response.
     grammar = None if example.response is None else example.grammar
-    return _join(segments, grammar, _Stops(tokenizer, stop_ids))
+    for segment in segments:
+        if not segment.is_response and segment.pictures is None:
+            _refuse_places(segment.token_ids, encoder.sight.placeholder)
+    encoded = _join(segments, grammar, _Stops(tokenizer, stop_ids))
+    prompt = _join_pictures(segments, encoded.input_ids)
+    if prompt is None or sight is None:
+        return encoded
+    addresses = addresses_of(example.messages)[: len(prompt.pictures)]
+    return encoded._replace(pictures=DocumentPictures.of(prompt, addresses, sight.tower))
 
 
-def encode_prompt(example: Example, encoder: PromptEncoder) -> list[int]:
-    """The token ids of the prompt as an engine reads it; the template gets the example's tools.
+def make_encoder(tokenizer: Any, sight: TargetSight | None = None) -> PromptEncoder:
+    """For prompts of any length. sight: how the target reads pictures; None refuses them."""
+    pictures = None if sight is None else sight.reader
+    return PromptEncoder(tokenizer, len(tokenizer), sys.maxsize, pictures)
 
-    The example has a prompt. Raises PromptError.
+
+def encode_prompt(example: Example, encoder: PromptEncoder) -> Prompt:
+    """The prompt as an engine reads it, in tokens; the template gets the example's tools.
+
+    The example has a prompt. Raises PromptError, and ConfigError for messages.
     """
-    if isinstance(example.prompt, list) and example.tools is not None:
-        return encoder.encode_rendered(encoder.render(example.prompt, tools=example.tools))
     assert example.prompt is not None
-    return encoder.encode(example.prompt)
+    if isinstance(example.prompt, list) and example.tools is not None:
+        read = encoder.read_chat(example.prompt, {"tools": example.tools})
+        found = encoder.encode_chat(encoder.render(read, tools=example.tools), read)
+    else:
+        found = encoder.read(example.prompt)
+    return found.token_ids if found.pictures is None else found.pictures
 
 
 class _Stops:
@@ -134,7 +178,7 @@ def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     response_start = sum(len(segment.token_ids) for segment in segments)
-    for index, (token_ids, is_response) in enumerate(segments):
+    for index, (token_ids, is_response, _) in enumerate(segments):
         length = len(token_ids)
         if is_response:
             length = stops.length(token_ids) or length
@@ -148,6 +192,24 @@ def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -
         loss_mask += [is_response and at < length for at in range(len(token_ids))]
     loss_mask[:1] = [False]
     return Encoded(input_ids, loss_mask, response_start, grammar)
+
+
+def _refuse_places(token_ids: Sequence[int], placeholder: int) -> None:
+    """Raise PromptError for tokens that stand for a picture where there is none."""
+    if placeholder in token_ids:
+        fix = "write messages with parts of the type image"
+        raise PromptError(f"the text holds token {placeholder}, a picture's place: {fix}")
+
+
+def _join_pictures(segments: Sequence[Segment], input_ids: list[int]) -> PicturePrompt | None:
+    """The whole document with the pictures of its segments; None without any."""
+    pictures, places, start = list[Picture](), list[int](), 0
+    for segment in segments:
+        if segment.pictures is not None:
+            pictures += segment.pictures.pictures
+            places += [start + place for place in segment.pictures.places]
+        start += len(segment.token_ids)
+    return PicturePrompt(input_ids, tuple(pictures), places) if pictures else None
 
 
 def _encode_tokens(record: Mapping[str, Any], vocab_size: int, stops: _Stops) -> Encoded:
@@ -206,22 +268,24 @@ def _text_segments(text: str, tokenizer: Any) -> list[Segment]:
 
 
 def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> list[Segment]:
-    assert isinstance(example.prompt, list)
-    messages = [*example.prompt]
-    if isinstance(example.response, Mapping):
-        messages.append(example.response)
+    messages: list[Any] = example.messages
     known = {} if example.tools is None else {"tools": example.tools}
+    read = encoder.read_chat(messages, known)
+    if pictures_of(read):
+        messages = read  # so that each is opened once
 
-    def prompt_ids(until: int) -> list[int]:
-        return encoder.encode_rendered(encoder.render(messages[:until], **known))
+    def prompt_segment(until: int) -> Segment:
+        text = encoder.render(messages[:until], **known)
+        return Segment.unanswered(encoder.encode_chat(text, read[:until]))
 
     # A chat cannot begin with a response: it would have no prompt.
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
     if not turns:
-        return [Segment(prompt_ids(len(messages)), is_response=False)]
-    messages = messages[: turns[-1] + 1]
+        return [prompt_segment(len(messages))]
+    messages, read = messages[: turns[-1] + 1], read[: turns[-1] + 1]
+    pieces = _Pieces(encoder, tokenizer, read)
     if MARKS.search(str(tokenizer.chat_template)):
-        return _marked_segments(messages, encoder, tokenizer, known)
+        return _marked_segments(messages, pieces, tokenizer, known)
     settings = {"add_generation_prompt": False, **known}
     whole = encoder.render(messages, **settings)
     starts = [encoder.render(messages[:turn], **known) for turn in turns]
@@ -229,16 +293,58 @@ def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> 
     borders = [text for pair in zip(starts, ends, strict=True) for text in pair]
     if not _are_prefixes(borders, whole):
         response = _last_response(messages[-1], starts[-1], whole)
-        return [
-            Segment(prompt_ids(len(messages) - 1), is_response=False),
-            Segment(_continuation(tokenizer, response), is_response=True),
-        ]
-    segments = [Segment(prompt_ids(turns[0]), is_response=False)]
-    return segments + _cut(whole, [len(text) for text in borders], tokenizer)
+        return [prompt_segment(len(messages) - 1), pieces.response(response)]
+    return pieces.cut(whole, [len(text) for text in borders])
+
+
+class _Pieces:
+    """Tokenizes a rendered chat in pieces, each with its pictures. messages: as they were read."""
+
+    def __init__(
+        self, encoder: PromptEncoder, tokenizer: Any, messages: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._encoder, self._tokenizer = encoder, tokenizer
+        self._left = pictures_of(messages)
+        # The engine reads all of it; whatever is trained on without pictures needs no reader.
+        self._reader = encoder.pictures if self._left else None
+
+    def cut(self, whole: str, borders: Sequence[int]) -> list[Segment]:
+        """What is before ``borders``, then the pieces between: every second is a response."""
+        if self._reader is not None:
+            self._reader.require_places(whole, self._left)
+        segments = [self._begin(whole[: borders[0]])]
+        for number, (start, end) in enumerate(pairwise(borders)):
+            make = self._go_on if number % 2 else self.response
+            segments.append(make(whole[start:end]))
+        return segments
+
+    def response(self, text: str) -> Segment:
+        """Raises PromptError for one that holds a picture."""
+        if self._reader is not None and self._reader.places_in(text):
+            raise PromptError("messages: a response holds a picture: models write text")
+        return Segment(_continuation(self._tokenizer, text), is_response=True)
+
+    def _begin(self, text: str) -> Segment:
+        if self._reader is None or not self._reader.places_in(text):
+            return Segment(self._encoder.encode_rendered(text), is_response=False)
+        return self._seen(text, None)
+
+    def _go_on(self, text: str) -> Segment:
+        tokenize = partial(_continuation, self._tokenizer)
+        if self._reader is None or not self._reader.places_in(text):
+            return Segment(tokenize(text), is_response=False)
+        return self._seen(text, tokenize)
+
+    def _seen(self, text: str, tokenize: Callable[[str], list[int]] | None) -> Segment:
+        assert self._reader is not None
+        count = self._reader.places_in(text)
+        found = self._reader.encode(text, self._left[:count], tokenize)
+        del self._left[:count]
+        return Segment(found.token_ids, is_response=False, pictures=found)
 
 
 def _marked_segments(
-    messages: Sequence[Message], encoder: PromptEncoder, tokenizer: Any, known: Mapping[str, Any]
+    messages: Sequence[Message], pieces: _Pieces, tokenizer: Any, known: Mapping[str, Any]
 ) -> list[Segment]:
     """The segments of a chat, by the spans that its template marks as generated.
 
@@ -258,17 +364,7 @@ def _marked_segments(
     whole, spans = rendered[0], found[0]
     if not spans:
         raise PromptError("prompt: the chat template marks no response of it as generated")
-    start = Segment(encoder.encode_rendered(whole[: spans[0][0]]), is_response=False)
-    return [start, *_cut(whole, [border for span in spans for border in span], tokenizer)]
-
-
-def _cut(whole: str, borders: Sequence[int], tokenizer: Any) -> list[Segment]:
-    """The pieces of text between ``borders``: the first is a response, and so is every second."""
-    pieces = zip(borders, borders[1:], strict=False)
-    return [
-        Segment(_continuation(tokenizer, whole[start:end]), is_response=number % 2 == 0)
-        for number, (start, end) in enumerate(pieces)
-    ]
+    return pieces.cut(whole, [border for span in spans for border in span])
 
 
 def _are_prefixes(texts: Sequence[str], whole: str) -> bool:
@@ -280,6 +376,8 @@ def _last_response(message: Message, prompt: str, whole: str) -> str:
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     content = message.get("content")
+    if isinstance(content, list):  # of a message that was read
+        content = plain_text(content, "content")
     if not isinstance(content, str):
         fix = "must be text: the chat template writes the prompt in another way once it is answered"
         raise ConfigError("content", content, fix)
@@ -320,15 +418,17 @@ def load_examples(
     stop_ids: Sequence[int],
     max_length: int,
     limit: int | None = None,
+    sight: TargetSight | None = None,
 ) -> Dataset:
     """Read and tokenize the records of ``read_lines``; all tokens stay in memory.
 
     max_length: tokens that a document may have; longer ones, and those without a response, are left
-        out, and a warning tells how many. limit: documents at most.
+        out, and a warning tells how many. limit: documents at most. sight: see ``encode_record``.
 
     Columns: ``input_ids`` int64 [T]; ``loss_mask`` bool [T], see ``Encoded``; ``seq_len`` T;
     ``response_start``; ``grammar``, a text for ``read_grammar_text``, "" for none; ``index``, the
-    record's number in the data from 0 on, those that are left out counted. Rows hold numpy arrays.
+    record's number in the data from 0 on, those that are left out counted; ``pictures``, a text for
+    ``read_pictures_text``, "" for none. Rows hold numpy arrays.
 
     Raises ConfigError naming file and line for a record that cannot be used, and where no document
     is left or ``datasets`` is not installed.
@@ -337,7 +437,7 @@ def load_examples(
     chunks: list[Any] = []
     rows: list[dict[str, Any]] = []
     kept = too_long = unanswered = 0
-    for index, encoded in enumerate(_encode_all(paths, tokenizer, stop_ids)):
+    for index, encoded in enumerate(_encode_all(paths, tokenizer, stop_ids, sight)):
         if kept == limit:
             break
         if not any(encoded.loss_mask):
@@ -395,11 +495,14 @@ def read_grammar_text(text: str) -> GrammarSpec | None:
 
 
 def _encode_all(
-    paths: Sequence[str | Path], tokenizer: Any, stop_ids: Sequence[int]
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    sight: TargetSight | None,
 ) -> Iterator[Encoded]:
     for source, record in read_lines(paths):
         try:
-            yield encode_record(record, tokenizer, stop_ids)
+            yield encode_record(record, tokenizer, stop_ids, sight)
         except GuidedSpecError as error:
             raise ConfigError("data", source, str(error)) from error
 
@@ -412,6 +515,7 @@ def _row(encoded: Encoded, index: int) -> dict[str, Any]:
         "response_start": encoded.response_start,
         "grammar": write_grammar_text(encoded.grammar),
         "index": index,
+        "pictures": write_pictures_text(encoded.pictures),
     }
 
 
@@ -424,6 +528,7 @@ def _chunk(library: Any, rows: list[dict[str, Any]]) -> Any:
         response_start=number,
         grammar=library.Value("string"),
         index=number,
+        pictures=library.Value("string"),
     )
     columns = {name: [row[name] for row in rows] for name in features}
     return library.Dataset.from_dict(columns, features=features)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from guided_spec.engine.prompt import Message
 from guided_spec.errors import ConfigError, reason_of
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.training.data.pictures import picture_parts, with_whole_paths
 
 # How a record names its grammar: the constructor, of one argument or of several.
 GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
@@ -134,6 +135,12 @@ class Example(NamedTuple):
     response: str | Message | None
     grammar: GrammarSpec | None
     tools: list[Any] | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those of a chat, the response included; none of a text."""
+        prompt = self.prompt if isinstance(self.prompt, list) else []
+        return [*prompt, self.response] if isinstance(self.response, Mapping) else prompt
 
 
 def read_example(record: Mapping[str, Any]) -> Example:
@@ -305,6 +312,12 @@ def read_lines(sources: Sequence[str | Path]) -> Iterator[Line]:
         yield from _reader(source)()
 
 
+def have_pictures(sources: Sequence[str | Path]) -> bool:
+    """Whether any record has pictures, all being read until one has. Raises as ``read_lines``."""
+    chats = (record.get(name) for _, record in read_lines(sources) for name in CHAT_NAMES)
+    return any(next(picture_parts(chat), None) is not None for chat in chats)
+
+
 def require_datasets() -> Any:
     """The library ``datasets``. Raises ConfigError where it is not installed."""
     if importlib.util.find_spec("datasets") is None:
@@ -316,7 +329,7 @@ def require_datasets() -> Any:
 
 
 def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
-    """Every record of a file of JSON Lines.
+    """Every record of a file of JSON Lines, next to which the pictures are.
 
     Raises ConfigError, about ``argument``, naming the file and the line.
     """
@@ -325,7 +338,8 @@ def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
             for number, text in enumerate(file, 1):
                 if text.strip():
                     source = f"{path.name}:{number}"
-                    yield Line(source, _read_object(text, argument, source))
+                    record = _read_object(text, argument, source)
+                    yield Line(source, with_whole_paths(record, CHAT_NAMES, path.parent))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(argument, str(path), f"cannot be read: {reason_of(error)}") from error
 
@@ -345,16 +359,17 @@ def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
     if (path / SAVED).is_file():
         # Lists, whatever it was saved to give.
         return lambda: _read_rows(
-            name, lambda: require_datasets().load_from_disk(name).with_format(None)
+            name, lambda: require_datasets().load_from_disk(name).with_format(None), _beside(path)
         )
     if path.suffix == PARQUET and path.is_file():
-        return lambda: _read_rows(name, lambda: _stream("parquet", data_files=name, split="train"))
+        opened = partial(_stream, "parquet", data_files=name, split="train")
+        return lambda: _read_rows(name, opened, _beside(path.parent))
     if path.is_file():
         return lambda: read_file(path)
     if name in PRESETS:
         preset = PRESETS[name]
         opened = partial(_stream, preset.dataset, split=preset.split)
-        return lambda: _read_rows(name, opened, preset.convert)
+        return lambda: _read_rows(name, opened, preset.convert, of_records=False)
     found = HUB.fullmatch(name)
     if found is None or path.suffix in (*LINES, PARQUET):
         known = ", ".join(PRESETS)
@@ -362,7 +377,11 @@ def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
         raise ConfigError("data", name, fix)
     dataset, config = found["name"], found["config"]
     opened = partial(_stream, dataset, split=found["split"] or "train", name=config)
-    return lambda: _read_rows(name, opened)
+    return lambda: _read_rows(name, opened, dict)
+
+
+def _beside(folder: Path) -> Callable[[Mapping[str, Any]], Record]:
+    return lambda row: with_whole_paths(row, CHAT_NAMES, folder)
 
 
 def _stream(dataset: str, **arguments: Any) -> Any:
@@ -373,8 +392,11 @@ def _stream(dataset: str, **arguments: Any) -> Any:
 def _read_rows(
     source: str,
     opened: Callable[[], Any],
-    convert: Callable[[Mapping[str, Any]], Record] | None = None,
+    convert: Callable[[Mapping[str, Any]], Record],
+    *,
+    of_records: bool = True,
 ) -> Iterator[Line]:
+    """of_records: whether a column that no record has is left out."""
     require_datasets()
     try:
         rows = iter(opened())
@@ -383,12 +405,12 @@ def _read_rows(
         raise ConfigError("data", source, f"cannot be read: {error}") from error
     if first is None:
         return
-    unread = sorted(set(first) - RECORD_KEYS) if convert is None else []
+    unread = sorted(set(first) - RECORD_KEYS) if of_records else []
     if unread:
         logger.warning("data=%r: its columns %s are not read", source, ", ".join(unread))
     number = 0
     while first is not None:
         number += 1
         known = {key: value for key, value in first.items() if key not in unread}
-        yield Line(f"{source}:{number}", known if convert is None else convert(first))
+        yield Line(f"{source}:{number}", convert(known))
         first = next(rows, None)

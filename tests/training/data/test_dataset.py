@@ -24,7 +24,7 @@ from guided_spec.training.data.dataset import (
     write_grammar_text,
 )
 
-COLUMNS = ["input_ids", "loss_mask", "seq_len", "response_start", "grammar", "index"]
+COLUMNS = ["input_ids", "loss_mask", "seq_len", "response_start", "grammar", "index", "pictures"]
 
 
 def load(paths: list[Path], tokenizer: Any, max_length: int = 2048, **options: Any) -> Any:

@@ -41,7 +41,7 @@ def answers(encoded: Encoded, tokenizer: Any) -> str:
 
 def test_held_out_documents(records: list[dict[str, Any]], tokenizer: Any) -> None:
     for record in records[:60]:
-        ids, mask, start, grammar = encode_record(record, tokenizer, [EOS])
+        ids, mask, start, grammar, _ = encode_record(record, tokenizer, [EOS])
         assert ids[:start] == prompt_ids(tokenizer, record["prompt"])
         assert tokenizer.decode(ids[start:-1]) == record["answer"]
         assert ids[-1] == EOS
