@@ -167,11 +167,14 @@ def _load_as_stored(
     path: str, stored: Any, config: Any, arguments: dict[str, Any], target: torch.device
 ) -> Any:
     """With weights as the checkpoint has them; None where that is not done, or not for all."""
-    if (fp8 := Fp8Recipe.of(stored)) is not None:
+    try:
+        fp8, int4 = Fp8Recipe.of(stored), Int4Recipe.of(stored)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # of another structure
+        problem = f"quantization_config={stored!s:.200} cannot be read ({error})"
+        raise ModelError(f"model={path!r}: {problem}; download its config.json again") from error
+    if fp8 is not None:
         return load_fp8(path, fp8, config, arguments)
-    if (int4 := Int4Recipe.of(stored)) is not None:
-        return load_int4(path, int4, config, arguments, target)
-    return None
+    return None if int4 is None else load_int4(path, int4, config, arguments, target)
 
 
 def _stored_quantization(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
