@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from guided_spec.bundled import BUNDLED, bundled_asset, name_of, named_model
+from guided_spec.bundled import BUNDLED, READER, bundled_asset, name_of, named_model
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.chats.picture_reader import PictureReader
@@ -272,6 +272,8 @@ class Setup:
             require_proposer(proposer)
         if draft is not None:
             _require_source("draft", draft)
+            if draft == READER:
+                raise ConfigError("draft", draft, "drafts for no model: leave it out")
         model = named_model(model)
         _require_parts(model, proposer, draft, options)
         loaded = _loaded(model, options.load)

@@ -94,7 +94,8 @@ class OpenPicture:
             raise self._error(name, fix) from None
 
     def _error(self, shown: str, fix: str) -> ConfigError:
-        return ConfigError(self.path, f"{self.file}, {shown}" if self.file else shown, fix)
+        fix = f"of {shown}, {fix}" if self.file else fix
+        return ConfigError(self.path, self.file or shown, fix)
 
 
 class PictureRules(NamedTuple):
