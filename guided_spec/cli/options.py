@@ -204,7 +204,7 @@ class TextOptions:
         """``text`` as a prompt of ``LLM``. Raises ConfigError for a picture that is no file."""
         for one in self.image or ():  # before a model is loaded
             if not one.exists() or one.is_dir():
-                raise ConfigError("--image", str(one), "must be a file that can be read")
+                raise ConfigError("--image", str(one), "cannot be read: it is no file")
         if self.image:
             pictures = [{"type": "image", "image": str(one)} for one in self.image]
             words = [{"type": "text", "text": text}] if text else []

@@ -77,8 +77,11 @@ def test_arguments_become_options(message: str, expected: str) -> None:
         (["train", "--algorithm", "eagl"], "--algorithm='eagl': must be one of"),
         (["train", "--algorithm", "eagl"], "did you mean eagle?"),
         (["generate", "A", "--regex", "("], "--regex='(': missing )"),
-        (["generate", "--image", "no.png", "--model", "./none"], "--image='no.png': must be a fi"),
-        (["trace", "--image", ".", "--model", "./none"], "--image='.': must be a file"),
+        (["generate", "--image", "no.png", "--model", "./none"], "--image='no.png': cannot be rea"),
+        (
+            ["trace", "--image", ".", "--model", "./none"],
+            "--image='.': cannot be read: it is no file",
+        ),
         (["serve", "--lora-modules", "a=./none"], "--lora-modules='./none': there is no such"),
         (["check", "-", "--grammar-backend", "xgramar"], "did you mean xgrammar?"),
     ],
