@@ -272,8 +272,6 @@ class Setup:
             require_proposer(proposer)
         if draft is not None:
             _require_source("draft", draft)
-            if draft == READER:
-                raise ConfigError("draft", draft, "drafts for no model: leave it out")
         model = named_model(model)
         _require_parts(model, proposer, draft, options)
         loaded = _loaded(model, options.load)
@@ -433,6 +431,8 @@ def _loaded(model: Any, load: dict[str, Any]) -> Any:
 def _require_source(name: str, model: Any) -> None:
     if not isinstance(model, str | Path | torch.nn.Module):
         raise ConfigError(name, model, "must be a hub id, a folder, or a loaded model")
+    if name == "draft" and model == READER:
+        raise ConfigError(name, model, "drafts for no model: leave it out")
 
 
 def _bundled_draft(proposer: str) -> str:

@@ -97,22 +97,21 @@ def load_model(  # noqa: PLR0913 - how a model is loaded
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
-        if isinstance(error, SafetensorError | FileNotFoundError):
-            _require_weights(path, argument)
-        raise gguf_failure(path, argument, error) from error
+        raise _failure(path, argument, error) from error
     loaded: PreTrainedModel = model.eval()
     about = (path, loaded.device, loaded.dtype, time.perf_counter() - began)
     _LOG.info("loaded %s on %s as %s in %.1f s", *about)
     return loaded
 
 
-def _require_weights(path: str | Path, argument: str) -> None:
-    """Raise ModelError that names a file of weights which a folder lacks, or which is broken."""
-    if not (Path(path) / "config.json").is_file():
-        return
-    checkpoint = Checkpoint.open(path, argument=argument)
-    for name in {file: name for name, file in checkpoint.files.items()}.values():
-        checkpoint.read([name])
+def _failure(path: str | Path, argument: str, error: Exception) -> ModelError:
+    """``gguf_failure``; raises one that names a file of weights which a folder lacks, or broken."""
+    is_of_a_file = isinstance(error, SafetensorError | FileNotFoundError)
+    if is_of_a_file and (Path(path) / "config.json").is_file():
+        checkpoint = Checkpoint.open(path, argument=argument)
+        for name in {file: name for name, file in checkpoint.files.items()}.values():
+            checkpoint.read([name])
+    return gguf_failure(path, argument, error)
 
 
 @contextmanager
