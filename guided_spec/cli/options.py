@@ -201,7 +201,10 @@ class TextOptions:
         return read_text("PROMPT", Path(self.prompt)).removesuffix("\n").removesuffix("\r")
 
     def message(self, text: str) -> Any:
-        """``text`` as a prompt of ``LLM``."""
+        """``text`` as a prompt of ``LLM``. Raises ConfigError for a picture that is no file."""
+        for one in self.image or ():  # before a model is loaded
+            if not one.exists() or one.is_dir():
+                raise ConfigError("--image", str(one), "cannot be read: it is no file")
         if self.image:
             pictures = [{"type": "image", "image": str(one)} for one in self.image]
             words = [{"type": "text", "text": text}] if text else []

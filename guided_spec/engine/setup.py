@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from guided_spec.bundled import BUNDLED, bundled_asset, name_of, named_model
+from guided_spec.bundled import BUNDLED, READER, bundled_asset, name_of, named_model
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.chats.picture_reader import PictureReader
@@ -431,6 +431,8 @@ def _loaded(model: Any, load: dict[str, Any]) -> Any:
 def _require_source(name: str, model: Any) -> None:
     if not isinstance(model, str | Path | torch.nn.Module):
         raise ConfigError(name, model, "must be a hub id, a folder, or a loaded model")
+    if name == "draft" and model == READER:
+        raise ConfigError(name, model, "drafts for no model: leave it out")
 
 
 def _bundled_draft(proposer: str) -> str:

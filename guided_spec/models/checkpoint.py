@@ -394,7 +394,8 @@ def check_folder(argument: str, path: str | Path, *names: str) -> None:
     if looks_local(path) and not Path(path).is_dir():
         raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")
+        kind = "adapter's" if argument.startswith("loras") else argument
+        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {kind} folder")
 
 
 def check_hub(shown: str, source: str | Path, revision: str | None) -> None:

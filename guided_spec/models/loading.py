@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -96,11 +97,21 @@ def load_model(  # noqa: PLR0913 - how a model is loaded
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
-        raise gguf_failure(path, argument, error) from error
+        raise _failure(path, argument, error) from error
     loaded: PreTrainedModel = model.eval()
     about = (path, loaded.device, loaded.dtype, time.perf_counter() - began)
     _LOG.info("loaded %s on %s as %s in %.1f s", *about)
     return loaded
+
+
+def _failure(path: str | Path, argument: str, error: Exception) -> ModelError:
+    """``gguf_failure``; raises one that names a file of weights which a folder lacks, or broken."""
+    is_of_a_file = isinstance(error, SafetensorError | FileNotFoundError)
+    if is_of_a_file and (Path(path) / "config.json").is_file():
+        checkpoint = Checkpoint.open(path, argument=argument)
+        for name in {file: name for name, file in checkpoint.files.items()}.values():
+            checkpoint.read([name])
+    return gguf_failure(path, argument, error)
 
 
 @contextmanager
@@ -167,11 +178,14 @@ def _load_as_stored(
     path: str, stored: Any, config: Any, arguments: dict[str, Any], target: torch.device
 ) -> Any:
     """With weights as the checkpoint has them; None where that is not done, or not for all."""
-    if (fp8 := Fp8Recipe.of(stored)) is not None:
+    try:
+        fp8, int4 = Fp8Recipe.of(stored), Int4Recipe.of(stored)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # of another structure
+        problem = f"quantization_config={stored!s:.200} cannot be read ({error})"
+        raise ModelError(f"model={path!r}: {problem}; download its config.json again") from error
+    if fp8 is not None:
         return load_fp8(path, fp8, config, arguments)
-    if (int4 := Int4Recipe.of(stored)) is not None:
-        return load_int4(path, int4, config, arguments, target)
-    return None
+    return None if int4 is None else load_int4(path, int4, config, arguments, target)
 
 
 def _stored_quantization(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ GENERATE = option_names(GROUP.commands["generate"])
         ("no: pass text, or pass chat_template_kwargs={...} to chat", "no: pass text"),
         ("code; pass trust_remote_code=True if so", "code; pass --trust-remote-code if so"),
         ("max_tokens=3: allow more", "--max-tokens=3: allow more"),
+        ("loras['a[0]']='a[0]': it has none", "--lora='a[0]': it has none"),
         ("/a/draft=b and 'model=c' stay", "/a/draft=b and 'model=c' stay"),
     ],
 )
@@ -76,6 +77,12 @@ def test_arguments_become_options(message: str, expected: str) -> None:
         (["train", "--algorithm", "eagl"], "--algorithm='eagl': must be one of"),
         (["train", "--algorithm", "eagl"], "did you mean eagle?"),
         (["generate", "A", "--regex", "("], "--regex='(': missing )"),
+        (["generate", "--image", "no.png", "--model", "./none"], "--image='no.png': cannot be rea"),
+        (
+            ["trace", "--image", ".", "--model", "./none"],
+            "--image='.': cannot be read: it is no file",
+        ),
+        (["serve", "--lora-modules", "a=./none"], "--lora-modules='./none': there is no such"),
         (["check", "-", "--grammar-backend", "xgramar"], "did you mean xgrammar?"),
     ],
 )

@@ -376,6 +376,7 @@ def test_a_proposer_that_returns_nothing_is_named() -> None:
         (("org/model", "chain:ngram+draft_model", None), "^draft=None: draft_model drafts with"),
         (("./nowhere", None, None), "^model='./nowhere': there is no such folder"),
         (("org/model", None, "./nowhere"), "^draft='./nowhere': there is no such folder"),
+        (("bundled", None, "bundled-reader"), "^draft='bundled-reader': drafts for no model"),
     ],
 )
 def test_what_is_missing_is_known_before_loading(

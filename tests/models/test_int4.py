@@ -203,6 +203,24 @@ BROKEN: dict[str, tuple[str, str, Tensor | None, str]] = {
         torch.zeros(64, dtype=torch.int32),
         rf"{LAYER}: g_idx='groups \[0\]': must have 32 inputs of each group",
     ),
+    "a shape that is one number": (
+        "compressed groups",
+        "weight_shape",
+        torch.tensor(96),
+        rf"{LAYER}: weight_shape='torch.int64 of shape \(\)': must be of integers of shape \(2,\)",
+    ),
+    "groups in fractions": (
+        "gptq",
+        "g_idx",
+        torch.arange(64.0) // 32,
+        rf"{LAYER}: g_idx='torch.float32 of .*': must be of integers of shape \(64,\)",
+    ),
+    "groups of some inputs alone": (
+        "gptq",
+        "g_idx",
+        torch.tensor([-1] + [0] * 31 + [1] * 32),
+        rf"{LAYER}: g_idx='groups \[-1, 0, 1\]': must have 32 inputs of each group",
+    ),
     "a bias from nowhere": ("gptq", "bias", torch.ones(96), rf"{LAYER}: bias=.*: must be 0"),
 }
 
@@ -214,6 +232,53 @@ def test_what_is_broken_is_named(case: str, tmp_path: Path) -> None:
     rewrite(tmp_path, {f"{LAYER}.{suffix}": tensor})
     with pytest.raises(ModelError, match=f"{message}.*; the checkpoint is broken"):
         load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        ("gptq", {"bits": "four"}),
+        ("gptq", {"group_size": [32]}),
+        ("awq", {"group_size": "many"}),
+        ("gptq", {"dynamic": ["lm_head"]}),
+        ("gptq", {"dynamic": {"lm_head": "int8"}}),
+        ("compressed groups", {"config_groups": {"W4A16": ["Linear"]}}),
+        ("compressed groups", {"config_groups": [1]}),
+        ("compressed groups", {"config_groups": {"group_0": {"weights": "int4"}}}),
+    ],
+)
+def test_a_configuration_of_another_structure_is_named(
+    form: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write_int4(tmp_path, make("llama"), FORMS[form]._replace(config=changes))
+    expected = r"model='.*': quantization_config=.*cannot be read \(.*\); download its config.json"
+    with pytest.raises(ModelError, match=expected):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2"])
+def test_the_last_words_may_be_padded(layout: str) -> None:
+    """Where the outputs, or the inputs of GPTQ, do not fill them."""
+    stored = {"x.weight": torch.randn(24, 32)}
+    whole = put_int4(stored, "x", Form(layout, 16, lowest=1))
+    tensors = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
+    tensors["scales"] = tensors["scales"][:, :20].contiguous()
+    inputs = 32 if layout == "awq" else 28
+    if "g_idx" in tensors:
+        tensors["g_idx"] = tensors["g_idx"][:inputs].contiguous()
+    if layout != "awq":
+        tensors["qweight"] = tensors["qweight"][:, :20].contiguous()
+    weight = Int4Recipe(layout, 16).weight(tensors, (20, inputs))
+    assert torch.equal(multiply_out(weight, torch.float32), whole[:20, :inputs])
+
+
+def test_inputs_that_fill_no_word_are_left_to_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_int4(tmp_path, make("llama", intermediate_size=98), FORMS["compressed channels"])
+    with caplog.at_level(logging.WARNING), pytest.raises(ModelError, match="compressed-tensors"):
+        load_model(tmp_path, device="cpu")
+    assert "down_proj is quantized, and no linear layer of the decoder, or its in" in caplog.text
 
 
 @torch.inference_mode()

@@ -93,6 +93,28 @@ def test_a_device_map_without_accelerate_says_what_to_install(
         load_model(folder, device_map="auto")
 
 
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (None, "expects the file '{}' for .*, found no such; download"),
+        (0, "{}: expected a safetensors file, found something else .*; download it again"),
+        (900, "{}: expected a safetensors file, found something else .*; download it again"),
+    ],
+)
+def test_a_shard_that_is_missing_or_cut_off_is_named(
+    rest: int | None, said: str, tmp_path: Path
+) -> None:
+    """rest: the bytes that are left of it."""
+    build("llama", vocab_size=12).save_pretrained(tmp_path, max_shard_size="20KB")
+    last = max(tmp_path.glob("model-*.safetensors"))
+    data = last.read_bytes()
+    last.unlink()
+    if rest is not None:
+        last.write_bytes(data[:rest])
+    with pytest.raises(ModelError, match=f"^draft='.*': .*{said.format(last.name)}"):
+        load_model(tmp_path, device="cpu", argument="draft")
+
+
 def test_a_missing_folder_is_not_looked_for_on_a_hub(tmp_path: Path) -> None:
     for load in (load_model, load_tokenizer):
         with pytest.raises(ModelError, match="there is no such folder"):

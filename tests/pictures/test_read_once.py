@@ -155,7 +155,7 @@ def test_the_commands_name_the_part(folder: Path, tmp_path: Path) -> None:
     own = ["generate", "--model", str(folder), "--max-model-len", "512"]
     found = CliRunner().invoke(app, [*own, "see", "--max-tokens", "8", "--image", str(cut)])
     assert found.exit_code == 1
-    assert "'900 bytes': is no picture that can be read" in " ".join(found.output.split())
+    assert "of 900 bytes, is no picture that can be read" in " ".join(found.output.split())
     lines = [
         {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
         for name, body in (("a", chat()), ("b", CHAT), ("c", chat()))

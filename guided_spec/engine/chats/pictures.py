@@ -44,18 +44,19 @@ class OpenPicture:
     """A picture that can be read.
 
     path: where it is in the messages. source: a file's bytes, which take less than pixels, or
-    PIL's.
+    PIL's. file: its path, for errors; None where it came otherwise.
     """
 
     path: str
     source: bytes | Image.Image
+    file: str | None = None
 
     @classmethod
-    def of(cls, path: str, source: bytes | Image.Image) -> OpenPicture:
+    def of(cls, path: str, source: bytes | Image.Image, file: str | None = None) -> OpenPicture:
         """One whose format and size are looked at, and no pixel. Raises ConfigError."""
+        picture = cls(path, source, file)
         if isinstance(source, bytes) and len(source) > MOST_BYTES:
-            raise ConfigError(path, f"{len(source)} bytes", _too_many_bytes())
-        picture = cls(path, source)
+            raise picture._error(f"{len(source)} bytes", _too_many_bytes())
         with picture._opened():
             return picture
 
@@ -82,15 +83,19 @@ class OpenPicture:
                     found = stack.enter_context(image.open(io.BytesIO(found), formats=FORMATS))
                 _require_size(self.path, found)
                 yield found
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise self._error(str(error.value), error.fix) from None
         except (image.DecompressionBombError, image.DecompressionBombWarning):
-            raise ConfigError(self.path, name, _too_many_pixels()) from None
+            raise self._error(name, _too_many_pixels()) from None
         except Exception as error:  # decoders raise nearly every class of exception
             # What is of no known format is told by the address of an object in memory.
             reason = "" if isinstance(error, image.UnidentifiedImageError) else f" ({error})"
             fix = f"is no picture that can be read{reason}; send one of {', '.join(FORMATS)}"
-            raise ConfigError(self.path, name, fix) from None
+            raise self._error(name, fix) from None
+
+    def _error(self, shown: str, fix: str) -> ConfigError:
+        fix = f"of {shown}, {fix}" if self.file else fix
+        return ConfigError(self.path, self.file or shown, fix)
 
 
 class PictureRules(NamedTuple):
@@ -159,7 +164,7 @@ class PictureRules(NamedTuple):
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error  # else it repeats the path
             raise ConfigError(path, str(given), f"cannot be read: {reason}") from error
-        return OpenPicture.of(path, data)
+        return OpenPicture.of(path, data, str(given))
 
 
 TEXT_ALONE = PictureRules()

@@ -72,7 +72,7 @@ def _find_layer(model: PreTrainedModel, layer: str, pair: LowRankPair, shown: st
         fix = "train without the experts' layers, or merge it into its base"
         raise ModelError(f"{shown}: {layer} is of routed experts, which take no adapters; {fix}")
     if module is None:
-        fix = "pass an adapter that was trained on this model"
+        fix = "pass an adapter that was trained on this model, on layers of its text alone"
         raise ModelError(f"{shown}: the model has no layer {layer}; {fix}")
     stock: Any = model
     if module is stock.get_output_embeddings():

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -100,12 +101,16 @@ def _read_pairs(
         raise ModelError(f"{shown}: {WEIGHTS} has no tensors; save the adapter again")
     pairs = {}
     for layer, both in parts.items():
-        if both.keys() != {"A", "B"} or len(both["A"]) != both["B"].shape[1]:
+        if both.keys() != {"A", "B"} or not len(both["A"]) == both["B"].shape[1] > 0:
             shapes = {name: [*tensor.shape] for name, tensor in both.items()}
             reason = f"{layer} needs lora_A [r, inputs] and lora_B [outputs, r], found {shapes}"
             raise ModelError(f"{shown}: {reason}; save the adapter again")
         scale = _scaling(shown, settings, layer, len(both["A"]))
-        pairs[layer] = LowRankPair(both["A"], both["B"].float() * scale)
+        pair = LowRankPair(both["A"], both["B"].float() * scale)
+        if not all(torch.isfinite(one.float()).all() for one in pair):
+            reason = f"{layer}, scaled by {scale:g}, has values that are no finite numbers"
+            raise ModelError(f"{shown}: {reason}; save the adapter again")
+        pairs[layer] = pair
     return pairs
 
 
@@ -119,7 +124,7 @@ def _scaling(shown: str, settings: Mapping[str, Any], layer: str, rank: int) -> 
                 alpha = value
                 break
         root = 0.5 if settings.get("use_rslora") else 1.0
-        return float(alpha / max(rank, 1) ** root)
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+        return float(alpha / rank**root)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
         reason = f"lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.80}: {error}"
         raise ModelError(f"{shown}: {ADAPTER_CONFIG} has {reason}; save it again") from error

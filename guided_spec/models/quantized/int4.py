@@ -27,13 +27,14 @@ from guided_spec.models.quantized.replacing import (
     load_replaced,
     stored_name,
 )
-from guided_spec.ops.linear.int4_linear import Int4Weight, int4_linear
+from guided_spec.ops.linear.int4_linear import IN_WORD, Int4Weight, int4_linear
 
 IGNORED = (
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point"
     r"|weight_g_idx|input_scale|output_scale|k_scale|v_scale)$"
 )
 OUTPUT = re.compile(r"(^|\.)lm_head$")
+_OF_OTHERS = f"no linear layer of the decoder, or its inputs are no multiple of {IN_WORD}"
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,14 +95,16 @@ def load_int4(
         names = layer_names(checkpoint.names, recipe, checkpoint.source)
         model = load_replaced(path, "int4", names, config, arguments)
     except OthersError as error:
-        _LOG.warning(others, path, f"{error} is quantized, and no linear layer of the decoder")
+        _LOG.warning(others, path, f"{error} is quantized, and {_OF_OTHERS}")
         return None
     for name, module in model.named_modules():
         if isinstance(module, Int4Linear):
             try:
                 _fill(module, stored_name(name, names), recipe, checkpoint, device)
             except ConfigError as error:
-                problem = f"{checkpoint.source}: {name}: {error}; the checkpoint is broken"
+                size = recipe.group_size or -1
+                fix = f"the checkpoint is broken, or its group_size is not {size}"
+                problem = f"{checkpoint.source}: {name}: {error}; {fix}"
                 raise ModelError(problem) from error
     return model
 
@@ -149,6 +152,8 @@ def layer_names(names: Collection[str], recipe: Int4Recipe, source: str) -> froz
 def _replace(module: nn.Module, name: str, names: Collection[str]) -> Replaced | None:
     """For ``replacing.KINDS``. Output heads are left: heads that draft read their weights."""
     if name not in names or type(module) is not nn.Linear or OUTPUT.search(name):
+        return None
+    if module.in_features % IN_WORD:  # to be padded by those who can
         return None
     return Replaced(Int4Linear(module), frozenset([name]))
 

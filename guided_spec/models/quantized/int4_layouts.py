@@ -10,6 +10,8 @@
   weight_zero_point int32 [ceil(O / 8), G] unless symmetric, weight_g_idx int32 [I] with
   actorder "group". Nibbles in turn, 8 above the number (compressed-tensors,
   compressors/quantized_compressors/pack_quantized.py).
+
+The last word of a line may be padded.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _of_words(method: str, quantization: Mapping[str, Any]) -> Int4Recipe:
         or quantization.get("format")
         or ("gemm" if method == "awq" else "gptq")
     ).lower()
-    bits = quantization.get("bits", quantization.get("w_bit", 4))
+    bits = int(quantization.get("bits", quantization.get("w_bit", 4)))
     others = [one for one in (quantization.get("dynamic") or {}).values() if one]
     known = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
     obstacle = None
@@ -140,8 +142,8 @@ def _read_columns(
 ) -> Numbers:
     """Of AWQ and GPTQ. sizes: O, I, G."""
     outputs, inputs, groups = sizes
-    words, packed, is_awq = outputs // IN_WORD, stored["qweight"], layout == "awq"
-    shape = (inputs, words) if is_awq else (inputs // IN_WORD, outputs)
+    words, packed, is_awq = -(-outputs // IN_WORD), stored["qweight"], layout == "awq"
+    shape = (inputs, words) if is_awq else (-(-inputs // IN_WORD), outputs)
     _check("qweight", packed, shape, torch.int32)
     _check("qzeros", stored["qzeros"], (groups, words), torch.int32)
     _check("scales", stored["scales"], (groups, outputs))
@@ -152,14 +154,16 @@ def _read_columns(
             _unpack(one).unflatten(1, (-1, IN_WORD))[:, :, columns].flatten(1)
             for one in (packed, zeros)
         )
-        return numbers.T.contiguous(), stored["scales"], zeros
-    return _unpack(packed.T), stored["scales"], _unpack(zeros)
+        return numbers[:, :outputs].T.contiguous(), stored["scales"], zeros[:, :outputs]
+    numbers = _unpack(packed.T)[:, :inputs]
+    return numbers, stored["scales"], _unpack(zeros)[:, :outputs]
 
 
 def _read_rows(stored: Mapping[str, Tensor], sizes: tuple[int, int, int]) -> Numbers:
     """Of compressed-tensors."""
     outputs, inputs, groups = sizes
     scales, zeros = stored["weight_scale"], stored.get("weight_zero_point")
+    _check("weight_shape", stored["weight_shape"], (2,))
     found = tuple(stored["weight_shape"].tolist())
     if found != (outputs, inputs):
         raise ConfigError("weight_shape", found, f"must be {(outputs, inputs)}")
@@ -188,7 +192,7 @@ def _order(g_idx: Tensor, inputs: int, size: int) -> Tensor | None:
     """int64 [I]: the inputs, by their groups; None where they are in turn."""
     _check("g_idx", g_idx, (inputs,))
     usual = torch.arange(inputs, device=g_idx.device) // size
-    if torch.equal(g_idx, usual.to(g_idx.dtype)) or bool((g_idx < 0).any()):  # -1: not used
+    if torch.equal(g_idx, usual.to(g_idx.dtype)) or bool((g_idx < 0).all()):  # -1: not used
         return None
     sorted_, order = g_idx.long().sort(stable=True)
     if not torch.equal(sorted_, usual):
@@ -200,8 +204,11 @@ def _order(g_idx: Tensor, inputs: int, size: int) -> Tensor | None:
 def _check(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
-    is_right = tensor.is_floating_point() if name.endswith(("scales", "scale")) else True
+    """dtype: None for any floating one of scales, and any of integers elsewhere."""
+    is_scale = name.endswith(("scales", "scale"))
+    is_right = tensor.is_floating_point() == is_scale and not tensor.is_complex()
     if tuple(tensor.shape) != shape or not is_right or dtype not in (None, tensor.dtype):
         shown = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        kind = "floating" if dtype is None else str(dtype)
+        usual = "floating" if is_scale else "of integers"
+        kind = usual if dtype is None else str(dtype)
         raise ConfigError(name, shown, f"must be {kind} of shape {shape}")

@@ -80,6 +80,9 @@ def test_the_terms_are_peft_s(
         ({"trainable_token_indices": [1]}, "trainable_token_indices="),
         ({"lora_alpha": None}, "lora_alpha=None"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern="),
+        ({"lora_alpha": 10**400}, "lora_alpha=1000.*; save it again"),
+        ({"lora_alpha": float("nan")}, "q_proj, scaled by nan, has values that are no finite num"),
+        ({"alpha_pattern": {"q_proj": 1e308}}, "q_proj, scaled by .*, has values that are no fin"),
     ],
 )
 @pytest.mark.every_case
@@ -111,6 +114,26 @@ def test_other_tensors(folder: Path, key: str, shape: tuple[int, ...], said: str
     tensors = load_file(folder / WEIGHTS)
     save_file({**tensors, key: torch.ones(shape)}, folder / WEIGHTS)
     with pytest.raises(ModelError, match=said):
+        read_adapter("loras['a']", folder)
+
+
+@pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_named(folder: Path, matrix: str, value: float) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"{LAYER}.{matrix}.weight"][1, 2] = value
+    save_file(tensors, folder / WEIGHTS)
+    expected = r"model.layers.0.self_attn.q_proj, scaled by 8, has values that are no finite num"
+    with pytest.raises(ModelError, match=expected):
+        read_adapter("loras['a']", folder)
+
+
+def test_a_pair_of_no_columns_is_named(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"{LAYER}.lora_A.weight"] = torch.ones(0, 8)
+    tensors[f"{LAYER}.lora_B.weight"] = torch.ones(8, 0)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ModelError, match="q_proj needs lora_A"):
         read_adapter("loras['a']", folder)
 
 
