@@ -90,8 +90,8 @@ def train(reader: Reader, data: Iterator[Batch], config: TrainConfig, device: st
     waited, since = 0.0, start
     for step, batch in enumerate(data, 1):
         waited += time.monotonic() - since
-        progress = max(step / config.steps, (time.monotonic() - start) / config.seconds)
-        rate = min(1.0, step / config.warmup)
+        progress = max(step / max(1, config.steps), (time.monotonic() - start) / config.seconds)
+        rate = min(1.0, step / max(1, config.warmup))
         rate *= 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * rate
