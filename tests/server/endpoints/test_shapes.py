@@ -14,7 +14,7 @@ from guided_spec.server.endpoints import replies
 
 # Fields that OpenAI's types lack: vLLM's names, ours, and two that OpenAI's server sends anyway.
 OURS = {"reasoning_content", "max_model_len", "status", "trace", "shortened_texts"}
-OURS |= {"custom", "store"}
+OURS |= {"custom", "store", "parent"}
 PAIRS: list[tuple[type[BaseModel], type[BaseModel]]] = [
     (replies.ChatReply, ChatCompletion),
     (replies.ChatChunkReply, ChatCompletionChunk),
