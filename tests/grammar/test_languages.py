@@ -19,6 +19,7 @@ from guided_spec.grammar.languages import are_apart, outside, to_whole, without_
 from guided_spec.grammar.regex import readable
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES
+from tests.tiers import examples
 
 LETTERS = "ab1é\n"
 TEXTS = ["".join(text) for size in range(5) for text in itertools.product(LETTERS, repeat=size)]
@@ -50,7 +51,7 @@ LOOKS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(pattern=ANCHORED)
 def test_outside_is_what_re_does_not_find(pattern: str) -> None:
     written = outside(pattern)
@@ -66,7 +67,7 @@ def test_outside_is_what_re_does_not_find(pattern: str) -> None:
             assert is_out != is_found, text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(looks=LOOKS, rest=PIECES, end=st.sampled_from(["", "$"]))
 def test_lookahead_is_what_re_reads(looks: str, rest: str, end: str) -> None:
     pattern = f"^{looks}{rest}{end}"
@@ -84,7 +85,7 @@ def test_lookahead_is_what_re_reads(looks: str, rest: str, end: str) -> None:
             assert is_written == is_found or "é" in text, text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(looks=st.one_of(st.just(""), LOOKS), rest=PIECES, flags=st.sampled_from(["", "(?s)"]))
 def test_whole_texts_are_what_fullmatch_reads(looks: str, rest: str, flags: str) -> None:
     pattern = f"{flags}{looks}{rest}"
@@ -117,7 +118,7 @@ def test_looks_in_a_regex_of_a_request(pattern: str, texts: list[str], others: l
             assert taken == (text in texts), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(one=ANCHORED, other=ANCHORED)
 def test_patterns_that_are_apart_match_no_text_together(one: str, other: str) -> None:
     is_shared = any(re.search(one, text) and re.search(other, text) for text in TEXTS)

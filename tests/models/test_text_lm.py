@@ -19,6 +19,7 @@ from guided_spec.models.stock.slots import SlotInputs
 from guided_spec.models.text_lm import MOST_UNREAD, TextLM
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
+from tests.tiers import examples
 from tests.tiny_llm import make_llm
 
 NAMES = ["zamba", "llama4_scaled", "rwkv"]  # the last takes no cache
@@ -72,7 +73,7 @@ def test_half_precision_runs_in_the_same_form(name: str, dtype: torch.dtype) -> 
     assert len(set(forms)) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=12))
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_are_not_kept_leave_no_trace(name: str, steps: list[tuple[int, int]]) -> None:

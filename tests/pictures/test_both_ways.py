@@ -23,6 +23,7 @@ from guided_spec.models.pictures.vision import split_vision
 from guided_spec.ops.attention import slot_attention
 from tests.pictures.sighted import Sighted, ask, picture, sighted
 from tests.pictures.test_texts import CAT, DOG, GREEDY, LENGTH, PROMPTS, TWO, expected, texts
+from tests.tiers import examples
 
 FAMILY = "gemma3"
 BOTH_WAYS = (FAMILY, "gemma4")
@@ -205,7 +206,7 @@ def test_small_models_of_gemma_4_read_in_one_direction() -> None:
         assert texts(llm, PROMPTS) == [small.expected(prompt, LENGTH) for prompt in PROMPTS]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=3),
     st.integers(0, 12),

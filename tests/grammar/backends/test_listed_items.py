@@ -18,6 +18,7 @@ from guided_spec.grammar.backends.llguidance_schema import prepare_for_llguidanc
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts
+from tests.tiers import examples
 
 NAMES = ["a", "ab", 1]
 ARRAYS = [list(one) for n in range(4) for one in itertools.product([*NAMES, "c"], repeat=n)]
@@ -53,7 +54,7 @@ def valid(schema: Any, value: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(CONDITION)
 def test_an_array_keeps_its_meaning(condition: dict[str, Any]) -> None:
     schema = {**LIST, "allOf": [condition]}
@@ -63,7 +64,7 @@ def test_an_array_keeps_its_meaning(condition: dict[str, Any]) -> None:
         assert valid(written, value) == valid(schema, value), value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(CONDITION, st.sampled_from([["x"], []])), min_size=1, max_size=3))
 def test_an_object_keeps_its_meaning(options: list[tuple[dict[str, Any], list[str]]]) -> None:
     conditions = [{"properties": {"x": one}, "required": names} for one, names in options]

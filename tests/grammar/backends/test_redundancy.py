@@ -20,6 +20,7 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES
+from tests.tiers import examples
 
 BACKEND = XGrammarBackend(BYTES)
 LONGEST, DEEPEST = 8, 8
@@ -77,7 +78,7 @@ OPTION = st.lists(ITEM, min_size=1, max_size=3).map(" ".join)
 RULE = st.lists(OPTION, min_size=1, max_size=2).map(" | ".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(RULE, RULE)
 def test_what_is_reported_has_several_readings(first: str, second: str) -> None:
     grammar = f'root ::= r\nr ::= {first} | "b"\ns ::= {second} | "a"'

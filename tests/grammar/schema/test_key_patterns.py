@@ -18,6 +18,7 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.test_languages import EOS
 from tests.masks.walks import BYTES
+from tests.tiers import examples
 
 KEYS = ["", "a", "b", "ab", "ba", "abb", "1", "é"]
 VALUES = [1, 4, 9, "x", None]
@@ -52,7 +53,7 @@ def valid(schema: Any, value: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     patterns=st.dictionaries(PATTERNS, PARTS, min_size=1, max_size=3),
     properties=st.dictionaries(st.sampled_from(KEYS[:5]), PARTS, max_size=2),
@@ -81,7 +82,7 @@ def test_lowered_objects_are_those_of_the_schema(
             assert is_admitted == valid(schema, value), (value, found.schema)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(names=st.sampled_from(SOME_NAMES), extra=EXTRAS, is_closed=st.booleans())
 def test_names_of_any_keywords(names: Any, extra: Any, is_closed: Any) -> None:
     schema = {"type": "object", "propertyNames": names}
@@ -93,7 +94,7 @@ def test_names_of_any_keywords(names: Any, extra: Any, is_closed: Any) -> None:
             assert valid(found.schema, value) == valid(schema, value), (value, found.schema)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(patterns=st.dictionaries(PATTERNS, st.integers(), min_size=2, max_size=3))
 def test_no_key_is_in_two_parts(patterns: dict[str, int]) -> None:
     parts = split_patterns(patterns, [])

@@ -17,6 +17,7 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.sharing import joins_itself, share_joined
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts
+from tests.tiers import examples
 
 REFERENCES = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"$ref": "#"}]
 NEIGHBOURS: list[Any] = [
@@ -53,7 +54,7 @@ def valid(schema: Any, value: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.one_of(JOINED, st.lists(JOINED, min_size=1, max_size=2).map(lambda found: {"anyOf": found})),
     DEFINITION,
