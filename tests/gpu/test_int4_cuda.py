@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from guided_spec.ops.linear.int4_linear import Int4Weight, int4_linear, multiply
 from guided_spec.ops.pointwise import rms_norm
 from guided_spec.types import SamplingParams
 from tests.models.int4_checkpoints import FORMS, write_int4
-from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.speculation import generate_alone, prompts_of, speculated
 from tests.models.tiny import build
 from tests.ops.linear.test_int4_linear import exact, weight_of
 
@@ -117,12 +116,8 @@ def test_a_checkpoint_gives_what_its_numbers_give(form: str, tmp_path: Path) -> 
     expected = [generate_alone(whole, prompt, 20) for prompt in prompts]
     lm = make_causal_lm(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)
     assert lm.is_packed
-    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
-    prefill(lm, rows)
-    source = random.Random(0)
-    while open_rows := [row for row in rows if not row.is_done]:
-        speculate(lm, open_rows, source)
-    assert [row.tokens[: len(row.expected)] for row in rows] == expected
+    found = speculated(lm, prompts, expected)
+    assert [tokens[: len(own)] for tokens, own in zip(found, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

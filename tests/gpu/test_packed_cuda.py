@@ -29,7 +29,14 @@ from guided_spec.models.tokenizer import load_tokenizer
 from tests.by_chance import draft_by_chance
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
-from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.speculation import (
+    Row,
+    generate_alone,
+    prefill,
+    prompts_of,
+    speculate,
+    speculated,
+)
 from tests.models.tiny import build
 from tests.whole_drafts import draft_greedily
 
@@ -85,12 +92,8 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     expected = [generate_alone(whole, prompt, 20) for prompt in prompts]
     lm = make_causal_lm(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)
     assert lm.is_packed
-    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
-    prefill(lm, rows)
-    source = random.Random(0)
-    while open_rows := [row for row in rows if not row.is_done]:
-        speculate(lm, open_rows, source)
-    assert [row.tokens[: len(row.expected)] for row in rows] == expected
+    found = speculated(lm, prompts, expected)
+    assert [tokens[: len(own)] for tokens, own in zip(found, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize(

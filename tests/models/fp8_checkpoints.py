@@ -113,12 +113,17 @@ def write_fp8(
         target = module.down_proj if part == "down" else module.gate_up_proj
         halves = target[int(number)].chunk(1 if part == "down" else 2)
         halves[part == "up"].copy_(put_fp8(stored, name.removesuffix(".weight"), form))
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = form.config
-    (folder / "config.json").write_text(json.dumps(config))
+    store_quantized(folder, stored, form.config)
     assert isinstance(whole, PreTrainedModel)
     return whole
+
+
+def store_quantized(folder: Path, stored: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Put tensors and the quantization's configuration into a checkpoint's folder."""
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] = config
+    (folder / "config.json").write_text(json.dumps(whole))
 
 
 def put_fp8(stored: dict[str, Tensor], name: str, form: Form) -> Tensor:

@@ -7,16 +7,17 @@ GPTQModel's gptqmodel/nn_modules/qlinear, compressed-tensors' compressors/pack_q
 from __future__ import annotations
 
 import copy
-import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from tests.models.fp8_checkpoints import store_quantized
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -97,10 +98,7 @@ def write_int4(
             continue
         # Maps of the same inputs have them in the same order.
         module.weight.copy_(put_int4(stored, name, form))
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = form.quantization
-    (folder / "config.json").write_text(json.dumps(config))
+    store_quantized(folder, stored, form.quantization)
     assert isinstance(whole, PreTrainedModel)
     return whole
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.causal_lm import CausalLM, make_causal_lm
 from guided_spec.models.stock.slots import SlotInputs
 
 DRAFT_TOKENS = 4
@@ -34,6 +34,26 @@ class Row:
     def is_done(self) -> bool:
         """Whether all that is expected has been generated."""
         return len(self.tokens) >= len(self.expected)
+
+
+def speculated(
+    lm: CausalLM, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> list[list[int]]:
+    """Three texts by drafts that are right some of the time, at least as long as expected."""
+    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while open_rows := [row for row in rows if not row.is_done]:
+        speculate(lm, open_rows, source)
+    return [row.tokens for row in rows]
+
+
+def greedy_texts(model: PreTrainedModel, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """16 tokens of each, in packed form."""
+    expected = [generate_alone(model, prompt, 16) for prompt in prompts]
+    lm = make_causal_lm(model, num_slots=3, max_length=60, kernels="packed")
+    assert lm.is_packed
+    return [tokens[:16] for tokens in speculated(lm, prompts, expected)]
 
 
 def prompts_of(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from guided_spec.ops.linear.experts import Gating, close_experts, open_experts, 
 from guided_spec.ops.linear.fp8_linear import FP8, scales_shape
 from guided_spec.types import SamplingParams
 from tests.models.fp8_checkpoints import FORMS, write_fp8
-from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.speculation import generate_alone, greedy_texts, prompts_of
 from tests.models.tiny import build
 
 VOCAB = 64
@@ -35,19 +34,6 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
 def make(name: str, **fields: Any) -> PreTrainedModel:
     return build(name, vocab_size=VOCAB, **fields)
-
-
-def greedy_texts(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """In packed form, by drafts that are right some of the time."""
-    expected = [generate_alone(model, prompt, 16) for prompt in prompts]
-    lm = make_causal_lm(model, num_slots=3, max_length=60, kernels="packed")
-    assert lm.is_packed
-    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
-    prefill(lm, rows)
-    source = random.Random(0)
-    while open_rows := [row for row in rows if not row.is_done]:
-        speculate(lm, open_rows, source)
-    return [row.tokens[:16] for row in rows]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "deepseek_v3"])

@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from guided_spec.bundled import bundled_asset
+from tools.bundled_models.evaluate import leaves
 from tools.drawn_documents.corpus import PICTURE, WIDTH, CorpusConfig, batches
 from tools.drawn_documents.document import KINDS, sample_document
-from tools.drawn_documents.evaluate import Score, heldout_documents, leaves
+from tools.drawn_documents.evaluate import Score, heldout_documents
 from tools.drawn_documents.model import make_tokenizer
 from tools.drawn_documents.page import CELL, CELLS, CHARACTERS, SIDE, DoesNotFit, Page
 
@@ -35,7 +36,7 @@ def test_answers_fit_their_schemas_and_stand_on_the_page(kind: str) -> None:
         document = sample_document(rng, kind)
         jsonschema.validate(document.answer, document.schema)
         assert json.loads(document.text) == document.answer
-        for _, value in leaves(document.answer):
+        for value in leaves(document.answer).values():
             strings += isinstance(value, str)
             copied += isinstance(value, str) and value.replace(" ", "") in printed(document.page)
     assert strings / 2 < copied < strings  # others are dates, and options by other names
@@ -93,7 +94,7 @@ def test_a_score_counts_values_and_pages() -> None:
     score.add(other, "{}")
     assert score.pages["all"] == 2
     assert score.whole["all"] == 1
-    assert score.right["all"] == len(list(leaves(document.answer)))
+    assert score.right["all"] == len(leaves(document.answer))
 
 
 def test_shown_pages_are_whole() -> None:

@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer
 from tools.bundled_models.documents import sample_document
 from tools.bundled_models.tokenizer import END
 
+Job = TypeVar("Job")
+Made = TypeVar("Made")
 LONGEST = 512  # tokens; longer documents are left out
 _KEY = re.compile(r'(?<=[{ ]")\w\w+(?=": )')
 _MULTIPLE = 16  # batch widths are rounded up to this
@@ -47,14 +50,18 @@ class Batch:
 def batches(config: CorpusConfig, shards: int) -> Iterator[Batch]:
     """Yield the batches of `shards` shards; the order does not depend on the workers."""
     jobs = ((config, index) for index in range(shards))
-    if config.workers == 0:
-        for job in jobs:
-            yield from _make_shard(job)
+    for shard in made_in_order(_make_shard, jobs, config.workers):
+        yield from shard
+
+
+def made_in_order(make: Callable[[Job], Made], jobs: Iterable[Job], workers: int) -> Iterator[Made]:
+    """What is made of each job, by worker processes; 0 makes it here."""
+    if workers == 0:
+        yield from map(make, jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(config.workers, initializer=_quiet_worker) as pool:
-        for shard in pool.imap(_make_shard, jobs):
-            yield from shard
+    with context.Pool(workers, initializer=_quiet_worker) as pool:
+        yield from pool.imap(make, jobs)
 
 
 def _quiet_worker() -> None:

@@ -104,8 +104,8 @@ def field_accuracy(documents: Sequence[Document], answers: Iterable[str]) -> Acc
     exact: list[bool] = []
     wrong = []
     for document, answer in zip(documents, answers, strict=True):
-        goal = _leaves(_parse(document, document.answer))
-        found = _leaves(_parse(document, answer))
+        goal = leaves(_parse(document, document.answer))
+        found = leaves(_parse(document, answer))
         marks = {path: found.get(path, _MISSING) == value for path, value in goal.items()}
         for path, mark in marks.items():
             by_kind[document.kind].append(mark)
@@ -177,14 +177,15 @@ def _parse(document: Document, answer: str) -> Any:
         return None
 
 
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """The values in a JSON value, by where they are."""
     if isinstance(value, dict):
         pairs = [(f"{path}.{key}", part) for key, part in value.items()]
     elif isinstance(value, list):
         pairs = [(f"{path}[{place}]", part) for place, part in enumerate(value)]
     else:
         return {path: value}
-    return {name: leaf for key, part in pairs for name, leaf in _leaves(part, key).items()}
+    return {name: leaf for key, part in pairs for name, leaf in leaves(part, key).items()}
 
 
 def _share(marks: Sequence[bool]) -> float:

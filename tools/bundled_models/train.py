@@ -3,10 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaForCausalLM
@@ -132,7 +133,7 @@ def train(
     device = model.device
     if config.compiled:
         loss_function = torch.compile(loss_function, dynamic=True)
-    optimizer = _optimizer(model, config)
+    optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     model.train()
     start = time.monotonic()
     step = tokens = 0
@@ -141,7 +142,7 @@ def train(
         progress = max(step / config.steps, (time.monotonic() - start) / config.seconds)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * _schedule(step, config.warmup, progress)
-        arrays = _move(batch, device)
+        arrays = to_device((batch.ids, batch.prompts, batch.lengths), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_function(*arrays)
         loss.backward()
@@ -160,25 +161,32 @@ def train(
     return TrainResult(step, tokens, time.monotonic() - start, float(recent))
 
 
-def _move(batch: Batch, device: torch.device) -> list[Tensor]:
-    tensors = [torch.from_numpy(array) for array in (batch.ids, batch.prompts, batch.lengths)]
+def to_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device."""
+    tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cuda":
         # From pinned memory the copy does not wait for the kernels queued before it.
         tensors = [tensor.pin_memory() for tensor in tensors]
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
-def _optimizer(model: LlamaForCausalLM, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: torch.nn.Module, learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """AdamW, which decays matrices alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98), fused=True)
+
+
+def cosine(progress: float) -> float:
+    """The share of the learning rate after a part of the run: from 1 to a fiftieth."""
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def _schedule(step: int, warmup: int, progress: float) -> float:
-    if step < warmup:
-        return step / warmup
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return step / warmup if step < warmup else cosine(progress)

@@ -1,6 +1,5 @@
 """Drawn documents as batches, made by worker processes in a fixed order."""
 
-import multiprocessing
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tools.bundled_models.corpus import cut_in_key
+from tools.bundled_models.corpus import cut_in_key, made_in_order
 from tools.bundled_models.tokenizer import END
 from tools.drawn_documents.document import Document, sample_document
 from tools.drawn_documents.page import CELLS, SIDE, SLOTS
@@ -44,12 +43,7 @@ class Batch:
 def batches(config: CorpusConfig, count: int) -> Iterator[Batch]:
     """Yield `count` batches; their order does not depend on the workers."""
     jobs = ((config, index) for index in range(count))
-    if config.workers == 0:
-        yield from map(_make, jobs)
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(config.workers) as pool:
-        yield from pool.imap(_make, jobs)
+    yield from made_in_order(_make, jobs, config.workers)
 
 
 def _make(job: tuple[CorpusConfig, int]) -> Batch:

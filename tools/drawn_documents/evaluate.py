@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from guided_spec import LLM, GrammarSpec, SamplingParams
+from tools.bundled_models.evaluate import leaves
 from tools.drawn_documents.document import Document, sample_document
-
-Place = tuple[str | int, ...]
 
 EXAMPLES = {"receipt": 137, "form": 449, "table": 64}  # seeds, of pages with common words
 
@@ -27,8 +26,8 @@ class Score:
 
     def add(self, document: Document, text: str) -> None:
         """Count one answer."""
-        wanted = dict(leaves(document.answer))
-        found = dict(leaves(json.loads(text)))
+        wanted = leaves(document.answer)
+        found = leaves(json.loads(text))
         for kind in (document.kind, "all"):
             self.pages[kind] += 1
             self.whole[kind] += wanted == found
@@ -56,16 +55,6 @@ def evaluate(folder: str, documents: Sequence[Document]) -> Score:
         for document, completion in zip(documents, llm.generate(messages, params), strict=True):
             score.add(document, completion.text)
     return score
-
-
-def leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """The values in a JSON value, each with where it is."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in items:
-            yield from leaves(inner, (*path, key))
-    else:
-        yield path, value
 
 
 def table_of(score: Score) -> Iterator[str]:

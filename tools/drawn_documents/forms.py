@@ -6,7 +6,7 @@ from tools.bundled_models.domains import DOMAINS, FIELDS
 from tools.bundled_models.values import Schema, Value
 from tools.drawn_documents.flow import Flow
 from tools.drawn_documents.page import Page
-from tools.drawn_documents.printed import Said, answer, key, labelled, printed
+from tools.drawn_documents.printed import Said, answer, key, printed
 
 _TITLES = ("Form", "Registration", "Application", "Details", "Record", "Sheet", "Questionnaire")
 
@@ -23,7 +23,7 @@ def draw_form(rng: random.Random, page: Page) -> tuple[dict[str, object], Schema
     for name in rng.sample(names, rng.randint(3, min(7, len(names)))):
         field = FIELDS[name]
         value = printed(rng, field.sample)
-        style(flow, labelled(rng, field), value)
+        style(flow, rng.choice(field.labels), value)
         said[key(rng, field.keys)] = value
     return answer(rng, said)
 

@@ -3,7 +3,7 @@
 import random
 
 from tools.bundled_models import words
-from tools.bundled_models.fields import Field, object_schema
+from tools.bundled_models.fields import object_schema
 from tools.bundled_models.values import Sampler, Schema, Value
 from tools.drawn_documents.page import DoesNotFit
 
@@ -60,8 +60,3 @@ def answer(rng: random.Random, said: Said) -> tuple[dict[str, object], Schema]:
 def company(rng: random.Random) -> Value:
     """The name of a firm."""
     return printed(rng, lambda rng: string(words.company(rng)), 20)
-
-
-def labelled(rng: random.Random, field: Field) -> str:
-    """One of the names that a form gives to a field."""
-    return rng.choice(field.labels)

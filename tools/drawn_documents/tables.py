@@ -7,7 +7,7 @@ from tools.bundled_models.domains import FIELDS
 from tools.bundled_models.values import Schema, Value
 from tools.drawn_documents.flow import Flow
 from tools.drawn_documents.page import Page
-from tools.drawn_documents.printed import Said, answer, key, labelled, printed, rows_of, string
+from tools.drawn_documents.printed import Said, answer, key, printed, rows_of, string
 
 _ROWS = ("rows", "entries", "items", "table", "records", "lines", "list")
 _TITLE = ("title", "name", "heading", "table_title")
@@ -44,7 +44,7 @@ def draw_table(rng: random.Random, page: Page) -> tuple[dict[str, object], Schem
         [printed(rng, FIELDS[name].sample, longest) for name in names]
         for _ in range(rng.randint(2, 6))
     ]
-    _print(rng, flow, [labelled(rng, FIELDS[name]) for name in names], rows)
+    _print(rng, flow, [rng.choice(FIELDS[name].labels) for name in names], rows)
     said[key(rng, _ROWS)] = rows_of(
         [dict(zip(keys, _alike(row, rows), strict=True)) for row in rows]
     )

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Idefics3ForConditionalGeneration
 
-from tools.bundled_models.train import use_causal_attention
+from tools.bundled_models.train import (
+    cosine,
+    make_optimizer,
+    to_device,
+    use_causal_attention,
+)
 from tools.drawn_documents.corpus import HEAD, PICTURE, Batch
 from tools.drawn_documents.page import CHARACTERS, SLOTS
 
@@ -84,19 +89,19 @@ def train(reader: Reader, data: Iterator[Batch], config: TrainConfig, device: st
         # Layer by layer: those of one kind are compiled once.
         for layer in (*core.vision_model.encoder.layers, *core.text_model.layers):
             layer.compile()
-    optimizer = _optimizer(reader, config)
+    optimizer = make_optimizer(reader, config.learning_rate, config.weight_decay)
     start, step = time.monotonic(), 0
     recent = torch.zeros(2, device=device)
     waited, since = 0.0, start
     for step, batch in enumerate(data, 1):
         waited += time.monotonic() - since
         progress = max(step / max(1, config.steps), (time.monotonic() - start) / config.seconds)
-        rate = min(1.0, step / max(1, config.warmup))
-        rate *= 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        rate = min(1.0, step / max(1, config.warmup)) * cosine(progress)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * rate
+        arrays = (batch.pages, batch.characters, batch.ids, batch.answered)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            answer, naming = reader(*_move(batch, device))
+            answer, naming = reader(*to_device(arrays, torch.device(device)))
         (answer + naming).backward()
         torch.nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
         optimizer.step()
@@ -114,22 +119,3 @@ def train(reader: Reader, data: Iterator[Batch], config: TrainConfig, device: st
             break
         since = time.monotonic()
     return step
-
-
-def _optimizer(reader: Reader, config: TrainConfig) -> torch.optim.Optimizer:
-    groups = [
-        {
-            "params": [p for p in reader.parameters() if (p.ndim > 1) == decayed],
-            "weight_decay": config.weight_decay if decayed else 0.0,
-        }
-        for decayed in (True, False)
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98))
-
-
-def _move(batch: Batch, device: str) -> list[Tensor]:
-    arrays = (batch.pages, batch.characters, batch.ids, batch.answered)
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if device == "cuda":
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return [tensor.to(device, non_blocking=True) for tensor in tensors]
