@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
+from guided_spec.models.heads.block.transitions import BlockPosition, Transition
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.loading import load_model
@@ -30,6 +31,7 @@ TARGETS = {
     "eagle3": "llama",
     "dflash": "llama",
     "dflash2": "llama",
+    "domino": "llama",
     "dspark": "llama",
     "p_eagle": "llama",
     "deepseek_mtp": "deepseek_v3",
@@ -124,10 +126,25 @@ class _BlockExample:
         if head.transition is None:
             return loss
         before = torch.cat([self.last.unsqueeze(1), self.labels[:, :-1].clamp_min(0)], 1)
-        parts = logits.flatten(0, 1), outputs.flatten(0, 1), before.flatten()
         # No candidate: what is ruled out has no gradient, and an infinite loss.
-        behind = head.transition.step(*parts).clamp_min(-30)
-        return loss + functional.cross_entropy(behind, self.labels.flatten())
+        behind = behind_tokens(head.transition, logits, outputs, before).clamp_min(-30)
+        return loss + functional.cross_entropy(behind.flatten(0, 1), self.labels.flatten())
+
+
+def behind_tokens(
+    transition: Transition, logits: Tensor, outputs: Tensor, before: Tensor
+) -> Tensor:
+    """Logits [R, W, D] of blocks, each position behind the token before it, int64 [R, W].
+
+    outputs: [R, W, H].
+    """
+    state, found = outputs.new_zeros(len(outputs), transition.state_size), list[Tensor]()
+    places = zip(outputs.unbind(1), before.unbind(1), strict=True)
+    for step, (hidden, previous) in enumerate(places):
+        state = transition.advance(state, hidden, previous)
+        position = BlockPosition(hidden, previous, state, torch.full_like(previous, step))
+        found.append(transition.step(logits[:, step], position))
+    return torch.stack(found, 1)
 
 
 def _states(head: Any, target: PreTrainedModel, text: Sequence[int]) -> Tensor:

@@ -32,6 +32,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "deepseek_mtp": "guided_spec.proposers.learned_head:deepseek_mtp",
     "dflash": "guided_spec.proposers.learned_head:dflash",
     "dflash2": "guided_spec.proposers.learned_head:dflash2",
+    "domino": "guided_spec.proposers.learned_head:domino",
     "draft_model": "guided_spec.proposers.draft_model:DraftModel",
     "dspark": "guided_spec.proposers.learned_head:dspark",
     "eagle": "guided_spec.proposers.learned_head:eagle",
@@ -51,7 +52,10 @@ PROPOSERS: dict[str, str | Factory] = {
 _PLAIN = ("ngram", "none", "suffix")  # take no argument after a colon
 _WITHOUT_DRAFT = (*_PLAIN, "grammar_forced")
 # All others may find what they draft with in the target's own checkpoint.
-_WITH_DRAFT = ("dflash", "dflash2", "draft_model", "dspark", "eagle", "eagle3", "p_eagle", "pard")
+_WITH_DRAFT = (
+    *("dflash", "dflash2", "domino", "dspark"),
+    *("draft_model", "eagle", "eagle3", "p_eagle", "pard"),
+)
 
 
 def register_proposer(name: str, factory: str | Factory) -> None:

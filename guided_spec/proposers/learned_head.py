@@ -22,14 +22,14 @@ from guided_spec.core import (
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.block.runner import (
+from guided_spec.models.heads.block.reader import (
     BlockReader,
-    BlockRunner,
     ContextReader,
     MaskedReader,
     PackedContextReader,
     PackedMaskedReader,
 )
+from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
@@ -437,6 +437,8 @@ mtp = partial(_build, "mtp", partial(_packed, PackedMtp))
 dflash = partial(_build, "dflash", _over_blocks)
 # DFlash 2 from z-lab or speculators: a block whose candidates are scored by their predecessors.
 dflash2 = partial(_build, "dflash2", _over_blocks)
+# Domino (arXiv:2605.29707): a block corrected by a GRU over its tokens.
+domino = partial(_build, "domino", _over_blocks)
 # DSpark from DeepSeek or speculators: a block with a Markov head.
 dspark = partial(_build, "dspark", _over_blocks)
 # P-EAGLE from speculators or in EAGLE-3's layout: masks after the text, at once.

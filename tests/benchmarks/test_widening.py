@@ -41,6 +41,7 @@ from guided_spec.models.loading import load_model
 from guided_spec.models.tokenizer import load_tokenizer
 from guided_spec.types import SamplingParams
 from tests.benchmarks.small_llama import SMALL, small_target, write_small, write_small_block
+from tests.learned_heads import behind_tokens
 from tests.tiny_llm import VOCAB_SIZE
 
 # Every size grows, and the head size by no whole factor for the draft head.
@@ -171,10 +172,12 @@ def test_the_same_outputs_of_blocks(pair: Pair, method: str, tmp_path: Path) -> 
             states = target(ids, output_hidden_states=True).hidden_states
             aux = torch.cat([states[layer] for layer in head.aux_hidden_layers], -1)
             blocks = head.train_blocks(ids[:, 10:12], torch.tensor([[10, 11]]), 5, aux)
-            outputs = blocks.flatten(0, -2)
+            outputs = blocks.flatten(0, -3)
             logits = head.logits(outputs)
             if head.transition is not None:
-                logits = head.transition.step(logits, outputs, ids[0, 5:15])
+                before = ids[0, 5:15].view(2, 5)
+                logits = behind_tokens(head.transition, logits, outputs, before)
+            logits = logits.flatten(0, 1)
         scored.append(logits)
     assert scored[0].std() > 0.1
     torch.testing.assert_close(scored[1][:, :VOCAB_SIZE], scored[0], atol=TOLERANCE, rtol=0)

@@ -19,7 +19,7 @@ from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.heads.block import runner as block_runner
+from guided_spec.models.heads.block import reader as block_reader
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.ops import mailbox
@@ -146,7 +146,7 @@ def build(headed: Headed, *, is_waiting: bool, before: str = "") -> Any:
         patch.setattr(learned_head, "can_share", lambda _: is_waiting)
         if is_waiting:
             patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
-            patch.setattr(block_runner, "GraphPool", lambda *_, **__: Device())
+            patch.setattr(block_reader, "GraphPool", lambda *_, **__: Device())
         found: Any = build_proposer(f"{before}{headed.name}:mask", context)
     return found
 
@@ -379,7 +379,7 @@ def test_the_law_behind_forced_text(headed: Headed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: True)
         patch.setattr(packed_slot_head, "GraphPool", lambda *_, **__: Device())
-        patch.setattr(block_runner, "GraphPool", lambda *_, **__: Device())
+        patch.setattr(block_reader, "GraphPool", lambda *_, **__: Device())
         written = headed.written
         context = toy_context(
             target=written.target, draft=written.draft, config=config, num_slots=ROWS

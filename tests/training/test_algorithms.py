@@ -22,7 +22,7 @@ from guided_spec.training.algorithm import TrainingBatch, TrainingOutput
 from guided_spec.training.features import OnlineFeatures
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm, register
 from guided_spec.training.run import train
-from tests.models.heads.block_checkpoints import write_block
+from tests.models.heads.block_checkpoints import DIALECTS, write_block
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_tokenizer
@@ -272,6 +272,8 @@ def test_a_step_draws_other_blocks_than_the_one_before(tmp_path: Path) -> None:
         ),
         ("dflash", "dspark", {}, "init=.*expected a DFlash head, found one of another kind"),
         ("dspark", "dflash", {}, "init=.*expected a DSpark head, found one of another kind"),
+        ("dflash", "domino", {}, "init=.*expected a DFlash head, found one of another kind"),
+        ("dspark", "rnn", {}, "init=.*expected a DSpark head, found one of another kind"),
         ("p_eagle", "eagle3", {}, "init=.*expected a P-EAGLE head, found one without mask_hidden"),
         ("dspark", "dspark", {"confidence_weight": -1.0}, "confidence_weight=-1.0: must be at"),
     ],
@@ -282,8 +284,10 @@ def test_blocks_that_are_not_trained(
     target = build("llama", vocab_size=VOCAB_SIZE)
     if kind == "eagle3":
         write_eagle3(tmp_path, target)
+    elif kind == "rnn":
+        write_block(tmp_path, target, "dspark", "deepseek", markov_head_type=kind)
     else:
-        write_block(tmp_path, target, kind, "speculators")
+        write_block(tmp_path, target, kind, DIALECTS[kind][-1])
     config = {"init": str(tmp_path), **own}
     with pytest.raises((ConfigError, ModelError), match=message):
         find_algorithm(name).from_training_args(

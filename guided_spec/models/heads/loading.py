@@ -31,6 +31,7 @@ METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
     "p_eagle": (Eagle3Head.from_checkpoint, ()),
     "dflash": (BlockHead.from_checkpoint, ()),
     "dflash2": (BlockHead.from_checkpoint, ()),
+    "domino": (BlockHead.from_checkpoint, ()),
     "dspark": (BlockHead.from_checkpoint, ()),
     "deepseek_mtp": (MtpHead.from_checkpoint, ("deepseek_v3", "deepseek_v32")),
     "glm4_moe_mtp": (MtpHead.from_checkpoint, ("glm4_moe",)),
@@ -128,6 +129,8 @@ def _find_block(checkpoint: Checkpoint) -> str | None:
     if {"fc.weight", "hidden_norm.weight"} <= names:
         if any(name.startswith("candidate_selector.") for name in names):
             return "dflash2"
+        if "prefix_gru.weight_ih_l0" in names:
+            return "domino"
         return "dspark" if config.get("markov_rank") else "dflash"
     return None
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.block.layout import BlockLayout
+from guided_spec.models.heads.block.layout import TRAINED_KINDS, BlockLayout
 from guided_spec.models.heads.block.model import BlockHead, BlockIndex, Sight
 from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
@@ -285,7 +285,11 @@ def _make_block(
 def _check_kind(head: BlockHead, config: DFlashConfig, markov: MarkovShape | None) -> None:
     layout, kind = head.layout, "DFlash" if markov is None else "DSpark"
     is_other = (layout.markov is None) != (markov is None)
-    if is_other or layout.selector is not None or layout.conv is not None:
+    has_other_parts = any(
+        part is not None for part in (layout.selector, layout.conv, layout.prefix)
+    )
+    is_recurrent = layout.markov is not None and layout.markov.kind not in TRAINED_KINDS
+    if is_other or has_other_parts or is_recurrent:
         raise ModelError(
             f"init={config.init!r}: expected a {kind} head, found one of another kind; pass another"
         )

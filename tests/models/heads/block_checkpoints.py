@@ -24,12 +24,13 @@ from tests.models.heads.heads import (
     write_eagle3,
 )
 
-MASK, RANK, TAPS, GROUP, TOP_K = 3, 4, 2, 8, 5
+MASK, RANK, TAPS, GROUP, TOP_K, STATE_SIZE = 3, 4, 2, 8, 5, 6
 # kind: the dialects that it is published in
 DIALECTS = {
     "dflash": ("zlab", "deepseek", "speculators"),
     "dspark": ("deepseek", "speculators"),
     "dflash2": ("zlab", "speculators"),
+    "domino": ("zlab",),
 }
 
 
@@ -103,6 +104,12 @@ def _zlab(kind: str, layer: Mapping[str, Any]) -> dict[str, Any]:
     config = {**layer, "architectures": ["DFlashDraftModel"], "dflash_config": section}
     if kind == "dflash":
         return {**config, "block_size": 8}
+    if kind == "domino":
+        section |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 2}
+        section |= {
+            "gru_hidden_dim": STATE_SIZE
+        }  # and emb_dim beside it, as the published ones have
+        return {**config, "architectures": ["DominoDraftModel"], "block_size": 7, "emb_dim": RANK}
     section |= {"block_size": 8, "selector_rank": RANK, "selector_top_k": TOP_K}
     section |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
     return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False}
@@ -160,6 +167,9 @@ def _shapes(kind: str, dialect: str, config: Mapping[str, Any]) -> dict[str, tup
         shapes["markov_head.markov_w2.weight"] = (scored, RANK)
         shapes["confidence_head.proj.weight"] = (1, size + RANK)
         shapes["confidence_head.proj.bias"] = (1,)
+        if config["markov_head_type"] == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + size)
+            shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
         if config["markov_head_type"] == "gated":
             shapes["markov_head.gate_proj.weight"] = (RANK, size + RANK)
             shapes["markov_head.gate_proj.bias"] = (RANK,)
@@ -167,6 +177,11 @@ def _shapes(kind: str, dialect: str, config: Mapping[str, Any]) -> dict[str, tup
         books = ("predecessor_codebook", "successor_codebook")
         shapes |= dict.fromkeys((f"candidate_selector.{name}" for name in books), (total, RANK))
         shapes["candidate_selector.hidden_projection.weight"] = (RANK, size)
+    if kind == "domino":
+        shapes["prefix_gru.weight_ih_l0"] = (3 * STATE_SIZE, size)
+        shapes["prefix_gru.weight_hh_l0"] = (3 * STATE_SIZE, STATE_SIZE)
+        shapes["embed_proj.0.weight"] = (RANK, size + STATE_SIZE)
+        shapes["embed_proj.2.weight"] = (total, RANK)
     return shapes
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.heads.block.runner import BlockRunner, ContextReader, MaskedReader
+from guided_spec.models.heads.block.reader import ContextReader, MaskedReader
+from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from tests.models.heads.block_checkpoints import (
     DIALECTS,
     GROUP,
+    RANK,
+    STATE_SIZE,
     TAPS,
     TOP_K,
     write_block,
@@ -30,9 +35,12 @@ from tests.models.heads.block_checkpoints import (
 )
 from tests.models.heads.heads import HEAD_DIM, HEADS, KV_HEADS, NORM_EPS, save, write_eagle3
 from tests.models.tiny import build
+from tests.tiers import examples
 
 VOCAB, CPU, MASK = 64, torch.device("cpu"), 3
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4}
 SLIDING = {**KINDS, "use_sliding_window": True}  # else Qwen3's configuration has no window
 
 
@@ -121,9 +129,30 @@ class ByHand:
         head = t.get("lm_head.weight", target.get_output_embeddings().weight)
         return Places(outputs, outputs @ head.T)
 
-    def behind(self, output: Tensor, logits: Tensor, previous: int) -> Tensor:
-        """The scores [D] of one place behind the token ``previous``."""
-        t = self.tensors
+    def behind(
+        self, outputs: Tensor, logits: Tensor, before: Sequence[int], embedding: Tensor
+    ) -> Tensor:
+        """The scores [D] of the last of some places, outputs [W, H], behind the tokens ``before``
+        each. logits: [D], its own."""
+        t, output, previous = self.tensors, outputs[-1], before[-1]
+        if "prefix_gru.weight_hh_l0" in t:
+            if len(before) <= 2:
+                return logits
+            gru = torch.nn.GRU(len(output), STATE_SIZE, bias=False)
+            gru.load_state_dict(
+                {name: t[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")}
+            )
+            state = gru(embedding[list(before)].unsqueeze(1))[1].flatten()
+            inner = t["embed_proj.0.weight"] @ torch.cat([output, state])
+            return logits + t["embed_proj.2.weight"] @ torch.nn.functional.silu(inner)
+        if "markov_head.joint_proj.weight" in t:
+            state = read = torch.zeros(RANK)
+            for hidden, token in zip(outputs, before, strict=True):
+                fed = torch.cat([state, t["markov_head.markov_w1.weight"][token], hidden])
+                found = t["markov_head.joint_proj.weight"] @ fed + t["markov_head.joint_proj.bias"]
+                keep, new, read = found[:RANK].sigmoid(), found[RANK:-RANK], found[-RANK:]
+                state = keep * state + (1 - keep) * new.tanh()
+            return logits + t["markov_head.markov_w2.weight"] @ read.tanh()
         if "markov_head.markov_w1.weight" in t:
             latent = t["markov_head.markov_w1.weight"][previous]
             if "markov_head.gate_proj.weight" in t:
@@ -194,8 +223,9 @@ def make_runner(
         (SLIDING, 5, {0}),
         (KINDS, None, {0}),
         ({"is_causal": True}, None, {0, 1}),
+        ({"dflash_config": {**SECTION, "causal_head": True}}, None, {0, 1}),
     ],
-    ids=["full", "sliding", "without a window", "causal"],
+    ids=["full", "sliding", "without a window", "causal", "JetSpec's"],
 )
 @pytest.mark.parametrize("is_shared", [True, False], ids=["the target's tables", "its own"])
 @torch.no_grad()
@@ -292,6 +322,7 @@ LAYOUTS = [
         {"draft_vocab_size": 40, "sample_from_anchor": False, "block_size": 8},
     ),
     ("dspark", "deepseek", {"markov_head_type": "gated"}),
+    ("dspark", "deepseek", {"markov_head_type": "rnn"}),
 ]
 
 
@@ -304,7 +335,7 @@ def test_layouts_by_hand(
     folder = write_block(tmp_path, target, kind, dialect, **changes)
     assert find_method(folder, target) == kind
     tensors = load_file(folder / "model.safetensors")
-    predicts_own = dialect == "zlab" or (
+    predicts_own = (dialect == "zlab" and kind != "domino") or (
         dialect == "speculators"
         and not json.loads((folder / "config.json").read_text()).get("sample_from_anchor")
     )
@@ -323,13 +354,58 @@ def test_layouts_by_hand(
     exact: Any = {"rtol": 1e-5, "atol": 1e-5 * float(expected.logits.abs().max())}
     torch.testing.assert_close(outputs, expected.outputs, **exact)
     torch.testing.assert_close(head.logits(outputs), expected.logits, **exact)
-    previous = tokens[-1]
+    before, embedding = (
+        tokens[-1:],
+        tensors.get("embed_tokens.weight", cast(Any, target).get_input_embeddings().weight),
+    )
     for place, walked in enumerate([5, 61, 7, 0, 33, 12]):
         found = runner.logits([1])[0].float()
-        wanted = hand.behind(expected.outputs[place], expected.logits[place], previous)
-        torch.testing.assert_close(found, wanted, **exact)
+        outputs, logits = expected.outputs[: place + 1], expected.logits[place]
+        torch.testing.assert_close(found, hand.behind(outputs, logits, before, embedding), **exact)
         runner.append([1], torch.tensor([walked]))
-        previous = walked
+        before.append(walked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dialect", "changes"),
+    [("domino", "zlab", {}), ("dspark", "deepseek", {"markov_head_type": "rnn"})],
+    ids=["domino", "dspark rnn"],
+)
+@settings(max_examples=examples(20))
+@given(walk=st.lists(st.sampled_from(["append", "score", "mark", "rewind"]), max_size=12))
+@torch.no_grad()
+def test_states_of_any_walk(
+    target: PreTrainedModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    dialect: str,
+    changes: dict[str, Any],
+    walk: list[str],
+) -> None:
+    """Tokens may be appended unasked, and taken back: scores are those of the draft as it is."""
+    folder = write_block(tmp_path_factory.mktemp("head"), target, kind, dialect, **changes)
+    walked, fresh = (make_runner(folder, target, None, kind) for _ in range(2))
+    torch.manual_seed(3)
+    states, tokens = torch.randn(5, 2 * target.config.hidden_size), [9, 8, 7, 6, 5]
+    walked.read([1], [tokens], [states])
+    draft, kept, random = list[int](), list[int](), torch.Generator().manual_seed(len(walk))
+    for step in (*walk, "score"):
+        if step == "append":
+            draft.append(int(torch.randint(VOCAB, (), generator=random)))
+            walked.append([1], torch.tensor(draft[-1:]))
+        elif step == "mark":
+            walked.mark([1])
+            kept = draft.copy()
+        elif step == "rewind":
+            walked.rewind([1])
+            draft = kept.copy()
+        else:
+            fresh.release([2])
+            fresh.read([2], [tokens], [states])
+            for token in draft:
+                fresh.logits([2])
+                fresh.append([2], torch.tensor([token]))
+            torch.testing.assert_close(walked.logits([1]), fresh.logits([2]))
 
 
 @torch.no_grad()
@@ -386,9 +462,6 @@ def test_a_head_without_masks_is_no_p_eagle(target: PreTrainedModel, tmp_path: P
         MaskedReader(head, SlotLimits(3, 40), 5, **WHERE)
 
 
-SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -398,7 +471,20 @@ SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
         ({"dflash_config": {**SECTION, "mask_token_id": 99}}, "mask_token_id: expected a row"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id: expected a row"),
         ({"block_size": 1}, "block_size: expected 2 or more, found 1"),
-        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type: expected vanilla or"),
+        (
+            {"markov_rank": 4, "markov_head_type": "lstm"},
+            "markov_head_type: expected vanilla, gated",
+        ),
+        ({"dflash_config": {**SECTION, "projector_type": "causal_v5"}}, "projector_type: expected"),
+        (
+            {"dflash_config": {**SECTION, **DOMINO, "gru_hidden_dim": 0}},
+            "gru_hidden_dim: expected 1",
+        ),
+        ({"dflash_config": {**SECTION, **DOMINO, "emb_dim": None}}, "emb_dim: expected 1 or more"),
+        (
+            {"dflash_config": {**SECTION, **DOMINO}, "draft_vocab_size": 40},
+            "draft_vocab_size: expected all 64 tokens in a head with a prefix_gru, found 40",
+        ),
         (
             {"dflash_config": {**SECTION, "conv_kernel_size": 2, "conv_group_size": 5}},
             "conv_group_size: expected a divisor of 32, found 5",

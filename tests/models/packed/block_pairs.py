@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.models.heads.block.runner import (
-    BlockRunner,
+from guided_spec.models.heads.block.reader import (
     ContextReader,
     MaskedReader,
     PackedContextReader,
     PackedMaskedReader,
 )
+from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
@@ -36,6 +36,8 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("dflash", "zlab", {"input_embedding_scale": 3.0, "final_logit_softcapping": 2.0}),
     ("dflash", "speculators", {"draft_vocab_size": 40}),
     ("dspark", "deepseek", {"markov_head_type": "gated"}),
+    ("dspark", "deepseek", {"markov_head_type": "rnn"}),
+    ("domino", "zlab", {}),
     ("p_eagle", "speculators", {}),
     ("p_eagle", "specforge", {"draft_vocab_size": 40}),
 ]

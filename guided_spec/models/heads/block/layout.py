@@ -1,6 +1,7 @@
 """What the config.json of a block head says, in the dialects that are written.
 
-z-lab's (DFlash, DFlash 2) has the keys of a Qwen3 configuration, and ``dflash_config``; DeepSeek's
+z-lab's (DFlash, DFlash 2; Domino and JetSpec too) has the keys of a Qwen3 configuration, and
+``dflash_config``; DeepSeek's
 (DeepSpec: DSpark, and DFlash trained with it) has the same keys and all others at the same level;
 speculators' describes the layers in ``transformer_layer_config``.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.heads.block.transitions import MarkovShape, SelectorShape
+from guided_spec.models.heads.block.transitions import MarkovShape, PrefixShape, SelectorShape
 from guided_spec.models.heads.config import (
     HeadShape,
     build_head_config,
@@ -28,15 +29,21 @@ SECTION = "dflash_config"
 KNOWN = (
     "block_size",
     "causal",
+    "causal_head",
     "conv_group_size",
     "conv_kernel_size",
+    "emb_dim",
     "final_logit_softcapping",
+    "gru_hidden_dim",
     "input_embedding_scale",
     "is_causal",
     "mask_token_id",
     "output_multiplier",
+    "projector_type",
+    "pure_draft_prefix_len",
     "selector_rank",
     "selector_top_k",
+    "shift_label",
     "swa_window_size",
     "target_layer_ids",
     "use_swa",
@@ -44,7 +51,9 @@ KNOWN = (
 DEFAULT_BLOCK = 8  # of speculators, which leaves out what is default
 DEFAULT_TOP_K = 16
 CONFIDENCE = "confidence_head.proj.weight"
-MARKOV_KINDS = ("vanilla", "gated")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+TRAINED_KINDS = ("vanilla", "gated")
+DOMINO = "domino"
 
 
 class ConvShape(NamedTuple):
@@ -64,7 +73,7 @@ class BlockLayout(NamedTuple):
     a window. from_anchor: whether the output at the last token predicts the next token, and that at
     a mask the token after the mask; else that at a mask predicts the token of its own position.
     draft_vocab_size: D. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0
-    is none. conv, markov, selector: parts that some heads have. confidence_width: what the
+    is none. conv, markov, selector, prefix: parts that some heads have. confidence_width: what the
     confidence head reads; 0: there is none.
     """
 
@@ -81,6 +90,7 @@ class BlockLayout(NamedTuple):
     conv: ConvShape | None = None
     markov: MarkovShape | None = None
     selector: SelectorShape | None = None
+    prefix: PrefixShape | None = None
     confidence_width: int = 0
 
     @property
@@ -131,8 +141,8 @@ class BlockLayout(NamedTuple):
         Raises ConfigError for a Markov head that cannot be.
         """
         require_int("markov_rank", markov.rank, low=1)
-        if markov.kind not in MARKOV_KINDS:
-            raise ConfigError("markov_head_type", markov.kind, f"must be one of {MARKOV_KINDS}")
+        if markov.kind not in TRAINED_KINDS:
+            raise ConfigError("markov_head_type", markov.kind, f"must be one of {TRAINED_KINDS}")
         return self._replace(
             block_size=self.width,
             from_anchor=True,
@@ -180,7 +190,8 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         fix = f"expected {', '.join(KNOWN)}, found {', '.join(unknown)}"
         raise ModelError(f"{source}: {SECTION}: {fix}; such heads are not read")
     found = {name: own.get(name, config.get(name)) for name in KNOWN}
-    causal = found["causal"] if found["causal"] is not None else found["is_causal"]
+    said = (found[name] for name in ("causal", "causal_head", "is_causal"))
+    causal = next((value for value in said if value is not None), None)
     layers = dict(config)
     types, window = config.get("layer_types") or (), found["swa_window_size"]
     if found["use_swa"] and "sliding_attention" not in types:
@@ -202,14 +213,34 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "block_size": int(found["block_size"] or 16),
         "mask_token_id": found["mask_token_id"],
         "is_causal": None if causal is None else bool(causal),
-        # DeepSpec's own, of which "dflash" ones have a rank of 0.
-        "from_anchor": "markov_rank" in config,
+        # DeepSpec's own, of which "dflash" ones have a rank of 0; Domino's say so.
+        "from_anchor": "markov_rank" in config or bool(found["shift_label"]),
         "embedding_scale": float(found["input_embedding_scale"] or 1.0),
         "logit_scale": float(found["output_multiplier"] or 1.0),
         "softcap": float(found["final_logit_softcapping"] or 0.0),
         "conv": conv,
         "selector": selector,
+        "prefix": _prefix(found, source),
     }
+
+
+def _prefix(found: Mapping[str, Any], source: str) -> PrefixShape | None:
+    """Of Domino; found: by ``KNOWN``."""
+    kind = found["projector_type"]
+    if kind is None:
+        return None
+    if kind != DOMINO:
+        raise ModelError(
+            f"{source}: projector_type: expected {DOMINO} or none, found {kind!r}; "
+            "such heads are not read"
+        )
+    sizes = {name: found[name] for name in ("gru_hidden_dim", "emb_dim")}
+    sizes["pure_draft_prefix_len"] = found["pure_draft_prefix_len"] or 0
+    for name, size in sizes.items():
+        least = 0 if name == "pure_draft_prefix_len" else 1
+        if not isinstance(size, int) or size < least:
+            raise ModelError(f"{source}: {name}: expected {least} or more, found {size!r}")
+    return PrefixShape(*sizes.values())
 
 
 def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,8 +272,7 @@ def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if kind not in MARKOV_KINDS:
         raise ModelError(
-            f"{source}: markov_head_type: expected vanilla or gated, found {kind!r}; "
-            "a head whose positions depend on all tokens before them is not read"
+            f"{source}: markov_head_type: expected {', '.join(MARKOV_KINDS)}, found {kind!r}"
         )
     return MarkovShape(int(rank), kind)  # type: ignore[arg-type]
 
@@ -268,10 +298,12 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
         raise ModelError(
             f"{source}: block_size: expected {least} or more, found {layout.block_size}"
         )
-    if layout.selector is not None and layout.draft_vocab_size != layout.config.vocab_size:
+    scores_all = layout.selector is not None or layout.prefix is not None
+    if scores_all and layout.draft_vocab_size != layout.config.vocab_size:
+        part = "candidate_selector" if layout.prefix is None else "prefix_gru"
         raise ModelError(
             f"{source}: draft_vocab_size: expected all {layout.config.vocab_size} "
-            f"tokens in a head with a candidate_selector, found {layout.draft_vocab_size}"
+            f"tokens in a head with a {part}, found {layout.draft_vocab_size}"
         )
     size, conv = layout.config.hidden_size, layout.conv
     widths = (0, size, size + (layout.markov.rank if layout.markov else 0))

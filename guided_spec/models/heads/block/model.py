@@ -12,9 +12,9 @@ the block [last token, mask, mask, ...]:
     logits = lm_head(norm(x))                                      ``logits``
 
 Queries and keys are normed and rotated as Qwen3's are. The output at a mask predicts the token of
-that position, or the next one (``BlockLayout.from_anchor``). DSpark and DFlash 2 are such heads
-with a ``transition``. Around attention and MLP, DFlash 2 has a convolution over the block, whose
-kernel is made from what goes in, n, in groups of channels:
+that position, or the next one (``BlockLayout.from_anchor``). DSpark, DFlash 2 and Domino are such
+heads with a ``transition``; JetSpec's are causal. Around attention and MLP, DFlash 2 has a
+convolution over the block, whose kernel is made from what goes in, n, in groups of channels:
 
     d = kernel_projection(n), [side, tap, group]
     mix(y, side)_i = sum over taps t of (base_kernel[side, t] + d_i[side, t]) * y_(i - t)
@@ -36,10 +36,14 @@ from guided_spec.models.heads.block.transitions import (
     CandidateSelector,
     ConfidenceHead,
     MarkovHead,
+    PrefixHead,
+    RecurrentMarkovHead,
     Transition,
 )
 from guided_spec.models.heads.draft_head import LayoutHead, layer_run, product_input
 from guided_spec.ops.attention.slot_attention import KeyValues, Window
+
+PREFIX_PARTS = ("prefix_gru.", "embed_proj.")
 
 
 class BlockContext(NamedTuple):
@@ -218,8 +222,12 @@ class BlockHead(LayoutHead):
         )
         self.norm = qwen3.Qwen3RMSNorm(size, config.rms_norm_eps)
         self.markov_head = self.candidate_selector = self.confidence_head = None
+        self.prefix_head: PrefixHead | None = None
         if layout.markov is not None:
-            self.markov_head = MarkovHead(layout.markov, size, config.vocab_size, self.vocabulary)
+            make = RecurrentMarkovHead if layout.markov.kind == "rnn" else MarkovHead
+            self.markov_head = make(layout.markov, size, config.vocab_size, self.vocabulary)
+        if layout.prefix is not None:
+            self.prefix_head = PrefixHead(layout.prefix, size, config.vocab_size, self.embed)
         if layout.selector is not None:
             self.candidate_selector = CandidateSelector(layout.selector, size, config.vocab_size)
         if layout.confidence_width:
@@ -229,7 +237,14 @@ class BlockHead(LayoutHead):
     @property
     def transition(self) -> Transition | None:
         """How a position depends on the one before it; None: it does not."""
-        return self.markov_head or self.candidate_selector
+        return self.markov_head or self.candidate_selector or self.prefix_head
+
+    @classmethod
+    def _own_name(cls, name: str) -> str:
+        """Domino's parts are not in one module, and its GRU is one of torch's layers."""
+        if name.startswith(PREFIX_PARTS):
+            return f"prefix_head.{name.removesuffix('_l0')}"
+        return name
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H] fused to [..., H]."""

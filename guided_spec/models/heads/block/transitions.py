@@ -1,9 +1,23 @@
-"""How a position of a block depends on the token before, of the heads that have a part for it.
+"""How a position of a block depends on the tokens before, of the heads that have a part for it.
 
 ``MarkovHead``, of DSpark (DeepSeek's DeepSpec, and speculators): with e = w1[previous],
 
     logits = logits + w2 e                                            "vanilla"
     logits = logits + w2 (sigmoid(gate_proj [hidden ; e]) * e)        "gated"
+
+``RecurrentMarkovHead``, its kind "rnn", has a state s, which is 0 before the block:
+
+    gate, candidate, output = joint_proj [s ; e ; hidden]
+    s = sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate)
+    logits = logits + w2 tanh(output)
+
+``PrefixHead``, of Domino (Huang et al., arXiv:2605.29707; SGLang has the same equations): s is 0
+before the last token of the text, and with its embedding and those of the tokens drafted so far
+
+    s = prefix_gru(embedding, s)
+    logits = logits + embed_proj [hidden ; s]
+
+but for the first ``num_plain`` positions, whose logits stay.
 
 ``CandidateSelector``, of DFlash 2 (z-lab; SGLang and SpecForge have the same equations): of the k
 likeliest tokens t of a position,
@@ -18,6 +32,7 @@ kept; drafts have the length that is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -28,14 +43,37 @@ from guided_spec.models.heads.draft_head import DraftVocabulary
 GROUP = 32  # tokens, of which the likeliest is read first
 
 
+class BlockPosition(NamedTuple):
+    """A position of each of R blocks. All ids are the target's.
+
+    hidden: [R, H], its output. previous: int64 [R], the token before it. state: [R, M], what
+    ``Transition.advance`` made of it. depth: int64 [R], positions of its block before it.
+    """
+
+    hidden: Tensor
+    previous: Tensor
+    state: Tensor
+    depth: Tensor
+
+
 class Transition(Protocol):
-    """How the token of a position depends on the one before it; all ids are the target's."""
+    """How the token of a position depends on those before it in the block.
 
-    def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits [R, D] of a position by itself to float32 [R, D] after ``previous``, int64 [R].
+    state_size: M, numbers that a position takes from the one before; 0: it depends on the token
+    before alone.
+    """
 
-        hidden: [R, H], of the position.
+    state_size: int
+
+    def advance(self, state: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """The state [R, M] of a position from that of the one before, zeros for a block's first.
+
+        hidden, previous: as of ``BlockPosition``.
         """
+        ...
+
+    def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
+        """Logits [R, D] of a position by itself to float32 [R, D] at ``position``."""
         ...
 
 
@@ -43,7 +81,15 @@ class MarkovShape(NamedTuple):
     """rank: of the two matrices. kind: whose equation, see the module's docstring."""
 
     rank: int
-    kind: Literal["vanilla", "gated"]
+    kind: Literal["vanilla", "gated", "rnn"]
+
+
+class PrefixShape(NamedTuple):
+    """state_size: of the GRU. rank: of the correction. num_plain: first positions without one."""
+
+    state_size: int
+    rank: int
+    num_plain: int
 
 
 class SelectorShape(NamedTuple):
@@ -54,7 +100,12 @@ class SelectorShape(NamedTuple):
 
 
 class MarkovHead(nn.Module):
-    """A ``Transition``. vocabulary: what is scored; None: the target's ``vocab_size`` tokens."""
+    """A ``Transition`` of the kinds without a state.
+
+    vocabulary: what is scored; None: the target's ``vocab_size`` tokens.
+    """
+
+    state_size = 0
 
     def __init__(
         self,
@@ -71,9 +122,14 @@ class MarkovHead(nn.Module):
         if shape.kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + shape.rank, shape.rank)
 
-    def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits [R, D] to float32 [R, D] after ``previous``; see ``Transition``."""
-        return logits.float() + self.bias(hidden, self.markov_w1(previous))
+    def advance(self, state: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Nothing; see ``Transition``."""
+        del hidden, previous
+        return state
+
+    def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
+        """Logits [R, D] to float32 [R, D]; see ``Transition``."""
+        return logits.float() + self.bias(position.hidden, self.markov_w1(position.previous))
 
     def bias(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """What is added to the logits [..., D] after tokens of w1 ``embedded`` [..., rank]."""
@@ -86,6 +142,82 @@ class MarkovHead(nn.Module):
             return embedded
         gate = self.gate_proj(torch.cat([hidden.to(embedded.dtype), embedded], -1))
         return torch.sigmoid(gate) * embedded
+
+
+class RecurrentMarkovHead(nn.Module):
+    """A ``Transition`` of the kind "rnn". Its state holds s, and tanh(output).
+
+    vocabulary: as of ``MarkovHead``.
+    """
+
+    def __init__(
+        self,
+        shape: MarkovShape,
+        hidden_size: int,
+        vocab_size: int,
+        vocabulary: DraftVocabulary | None,
+    ) -> None:
+        super().__init__()
+        scored = vocab_size if vocabulary is None else len(vocabulary)
+        self.state_size = 2 * shape.rank
+        self.markov_w1 = nn.Embedding(vocab_size, shape.rank)
+        self.markov_w2 = nn.Linear(shape.rank, scored, bias=False)
+        self.joint_proj = nn.Linear(2 * shape.rank + hidden_size, 3 * shape.rank)
+
+    def advance(self, state: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """[R, 2 * rank]: s, and tanh(output); see ``Transition``."""
+        embedded = self.markov_w1(previous)
+        before, _ = state.to(embedded.dtype).chunk(2, -1)
+        joined = torch.cat([before, embedded, hidden.to(embedded.dtype)], -1)
+        gate, candidate, output = self.joint_proj(joined).chunk(3, -1)
+        found = torch.lerp(candidate.tanh(), before, gate.sigmoid())
+        return torch.cat([found, output.tanh()], -1)
+
+    def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
+        """Logits [R, D] to float32 [R, D]; see ``Transition``."""
+        _, output = position.state.chunk(2, -1)
+        bias: Tensor = self.markov_w2(output.to(self.markov_w2.weight.dtype))
+        return logits.float() + bias
+
+
+class PrefixHead(nn.Module):
+    """A ``Transition`` over all of the target's ``vocab_size`` tokens, whose state is a GRU's.
+
+    embed: token ids int64 [R] to [R, H].
+    """
+
+    def __init__(
+        self,
+        shape: PrefixShape,
+        hidden_size: int,
+        vocab_size: int,
+        embed: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.state_size = shape.state_size
+        self._num_plain, self._embed = shape.num_plain, embed
+        self.prefix_gru = nn.GRUCell(hidden_size, shape.state_size, bias=False)
+        width = hidden_size + shape.state_size
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width, shape.rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(shape.rank, vocab_size, bias=False),
+        )
+
+    def advance(self, state: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """[R, M]: the GRU's state after ``previous``; see ``Transition``."""
+        del hidden
+        kind = self.prefix_gru.weight_hh.dtype
+        found: Tensor = self.prefix_gru(self._embed(previous).to(kind), state.to(kind))
+        return found
+
+    def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
+        """Logits [R, D] to float32 [R, D]; see ``Transition``."""
+        kind = self.prefix_gru.weight_hh.dtype
+        joined = torch.cat([position.hidden.to(kind), position.state.to(kind)], -1)
+        correction: Tensor = self.embed_proj(joined)
+        is_corrected = (position.depth >= self._num_plain).unsqueeze(1)
+        return logits.float() + correction.where(is_corrected, 0)
 
 
 class ConfidenceHead(nn.Module):
@@ -107,6 +239,8 @@ class ConfidenceHead(nn.Module):
 class CandidateSelector(nn.Module):
     """A ``Transition`` over all of the target's ``vocab_size`` tokens."""
 
+    state_size = 0
+
     def __init__(self, shape: SelectorShape, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self._top_k = min(shape.top_k, vocab_size)
@@ -114,10 +248,16 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, shape.rank))
         self.hidden_projection = nn.Linear(hidden_size, shape.rank, bias=False)
 
-    def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logits [R, D] to float32 [R, D] after ``previous``: -inf for all but ``top_k`` tokens."""
+    def advance(self, state: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Nothing; see ``Transition``."""
+        del hidden, previous
+        return state
+
+    def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
+        """Logits [R, D] to float32 [R, D] at ``position``: -inf for all but ``top_k`` tokens."""
         values, found = likeliest(logits.float(), self._top_k)
-        wanted = self.hidden_projection(hidden) * self.predecessor_codebook[previous]
+        predecessors = self.predecessor_codebook[position.previous]
+        wanted = self.hidden_projection(position.hidden) * predecessors
         successors = self.successor_codebook[found]
         gains = torch.einsum("rs,rcs->rc", wanted.float(), successors.float())
         kept = torch.full_like(logits, -torch.inf, dtype=torch.float32)
