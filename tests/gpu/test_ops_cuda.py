@@ -14,7 +14,7 @@ from guided_spec.models.quantized.fp8 import Fp8Experts
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
 from guided_spec.ops.delta_rule import DeltaShape, DeltaStates, gated_delta
 from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
-from guided_spec.ops.linear.fp8_linear import fp8_linear, scales_shape
+from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear, scales_shape
 from guided_spec.ops.linear.linear import MOST_TOKENS, linear
 from guided_spec.ops.pointwise import rms_norm
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
@@ -22,7 +22,7 @@ from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import Draft, Noise, SamplingParams
 from tests.ops import test_delta_rule as delta
-from tests.ops.linear.test_fp8_linear import weight_of
+from tests.ops.linear.test_fp8_linear import every_number, weight_of
 
 pytestmark = pytest.mark.gpu
 
@@ -89,6 +89,16 @@ def test_products_with_fp8_weights(count: int, block: tuple[int, int], dtype: to
     for _ in range(3):  # programs count each other, and leave no count behind
         found = fp8_linear(x.cuda(), on_device, bias.cuda())
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_each_number_in_fp8(dtype: torch.dtype) -> None:
+    weight = every_number()
+    on_device = Fp8Weight.of(weight.values.cuda(), weight.scales.cuda(), weight.block)
+    one_by_one = torch.eye(254, dtype=dtype, device=CUDA)
+    for count in (1, 16, 64, 127):
+        found = torch.cat([fp8_linear(x, on_device) for x in one_by_one.split(count)])
+        assert torch.equal(found.flatten().cpu(), weight.values.flatten().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -42,10 +42,13 @@ class Fp8Weight(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, block: tuple[int, int]) -> Fp8Weight:
-        """Checked. Raises ConfigError for another dtype of values or another shape of scales."""
+        """Checked. Raises ConfigError for values of another dtype, or that are NaN, and for scales
+        of another shape."""
         if values.dtype != FP8 or values.dim() != 2:
             shown = f"{values.dtype} of shape {tuple(values.shape)}"
             raise ConfigError("values", shown, f"must be {FP8} of shape [O, I]")
+        if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ConfigError("values", "NaN", "must be numbers: the checkpoint is broken")
         shape = scales_shape(values.shape, block)
         if tuple(scales.shape) != shape:
             raise ConfigError("scales", tuple(scales.shape), f"must be {shape} for blocks {block}")

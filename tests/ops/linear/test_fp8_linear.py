@@ -14,7 +14,8 @@ import torch
 from guided_spec.ops.linear import fp8_linear_triton
 from guided_spec.ops.linear.fp8_linear import fp8_linear
 from guided_spec.ops.linear.fp8_linear import multiply_out
-from tests.ops.linear.test_fp8_linear import weight_of
+from tests.ops.linear.fp8_numbers import converted
+from tests.ops.linear.test_fp8_linear import every_number, weight_of
 
 torch.manual_seed(0)
 sizes = (
@@ -39,8 +40,19 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
             assert not weight.arrived.any()
         whole = fp8_linear_triton.multiply_out(weight, dtype)
         assert torch.equal(whole, multiply_out(weight, dtype))
+values = every_number().values.flatten()
+found = torch.empty(256)  # the interpreter has no products of bfloat16
+converted[(1,)](values.view(torch.uint8), found, 254)
+assert torch.equal(found[:254], values.float())
 print("equal")
 """
+
+
+def every_number() -> Fp8Weight:
+    """[1, 254], with a factor of 1."""
+    values = torch.arange(256, dtype=torch.uint8)
+    values = values[values & 0x7F != 0x7F].view(FP8).unsqueeze(0)
+    return Fp8Weight.of(values, torch.ones(1, 1), (1, 254))
 
 
 def weight_of(shape: tuple[int, int], block: tuple[int, int]) -> Fp8Weight:
@@ -89,6 +101,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         Fp8Weight.of(weight.values, weight.scales[:, :2], (4, 4))
     with pytest.raises(ConfigError, match=r"must be torch.float8_e4m3fn of shape \[O, I\]"):
         Fp8Weight.of(weight.values.float(), weight.scales, (4, 4))
+    broken = weight.values.float()
+    broken[3, 2] = torch.nan
+    with pytest.raises(ConfigError, match="values='NaN': must be numbers"):
+        Fp8Weight.of(broken.to(FP8), weight.scales, (4, 4))
     with pytest.raises(ConfigError, match=r"x=\(2, 9\): must be \[..., 10\]"):
         fp8_linear(torch.randn(2, 9), weight)
 
