@@ -32,6 +32,7 @@ TARGETS = {
     "dflash": "llama",
     "dflash2": "llama",
     "domino": "llama",
+    "lilicorr": "llama",
     "dspark": "llama",
     "p_eagle": "llama",
     "deepseek_mtp": "deepseek_v3",
@@ -127,22 +128,30 @@ class _BlockExample:
             return loss
         before = torch.cat([self.last.unsqueeze(1), self.labels[:, :-1].clamp_min(0)], 1)
         # No candidate: what is ruled out has no gradient, and an infinite loss.
-        behind = behind_tokens(head.transition, logits, outputs, before).clamp_min(-30)
+        plan = None
+        if head.planner is not None:
+            anchors = head.planner.anchors(self.states[self.lengths - 1].clone())
+            plan = head.planner.plan(logits, outputs, anchors)
+        behind = behind_tokens(head.transition, logits, outputs, before, plan).clamp_min(-30)
         return loss + functional.cross_entropy(behind.flatten(0, 1), self.labels.flatten())
 
 
 def behind_tokens(
-    transition: Transition, logits: Tensor, outputs: Tensor, before: Tensor
+    transition: Transition,
+    logits: Tensor,
+    outputs: Tensor,
+    before: Tensor,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Logits [R, W, D] of blocks, each position behind the token before it, int64 [R, W].
 
-    outputs: [R, W, H].
+    outputs: [R, W, H]. plan: as of ``BlockPosition``.
     """
     state, found = outputs.new_zeros(len(outputs), transition.state_size), list[Tensor]()
     places = zip(outputs.unbind(1), before.unbind(1), strict=True)
     for step, (hidden, previous) in enumerate(places):
         state = transition.advance(state, hidden, previous)
-        position = BlockPosition(hidden, previous, state, torch.full_like(previous, step))
+        position = BlockPosition(hidden, previous, state, torch.full_like(previous, step), plan)
         found.append(transition.step(logits[:, step], position))
     return torch.stack(found, 1)
 

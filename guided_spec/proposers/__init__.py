@@ -39,6 +39,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "eagle3": "guided_spec.proposers.learned_head:eagle3",
     "glm4_moe_mtp": "guided_spec.proposers.learned_head:glm4_moe_mtp",
     "grammar_forced": "guided_spec.proposers.grammar_forced:GrammarForced",
+    "lilicorr": "guided_spec.proposers.learned_head:lilicorr",
     "mtp": "guided_spec.proposers.learned_head:mtp",
     "ngram": "guided_spec.proposers.ngram:NGram",
     "none": "guided_spec.proposers.drafting:NoDraft",
@@ -53,7 +54,7 @@ _PLAIN = ("ngram", "none", "suffix")  # take no argument after a colon
 _WITHOUT_DRAFT = (*_PLAIN, "grammar_forced")
 # All others may find what they draft with in the target's own checkpoint.
 _WITH_DRAFT = (
-    *("dflash", "dflash2", "domino", "dspark"),
+    *("dflash", "dflash2", "domino", "dspark", "lilicorr"),
     *("draft_model", "eagle", "eagle3", "p_eagle", "pard"),
 )
 

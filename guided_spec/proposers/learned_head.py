@@ -439,6 +439,8 @@ dflash = partial(_build, "dflash", _over_blocks)
 dflash2 = partial(_build, "dflash2", _over_blocks)
 # Domino (arXiv:2605.29707): a block corrected by a GRU over its tokens.
 domino = partial(_build, "domino", _over_blocks)
+# LiLiCorr (arXiv:2608.20530): a block whose candidates score each other.
+lilicorr = partial(_build, "lilicorr", _over_blocks)
 # DSpark from DeepSeek or speculators: a block with a Markov head.
 dspark = partial(_build, "dspark", _over_blocks)
 # P-EAGLE from speculators or in EAGLE-3's layout: masks after the text, at once.

@@ -14,7 +14,7 @@ from tests.tiny_llm import make_llm, near_copy
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = load_cases([DATA / "json_schema_test_suite", DATA / "bfcl"])[::60]
-BLOCKS = {"dflash", "dflash2", "domino", "dspark", "p_eagle"}
+BLOCKS = {"dflash", "dflash2", "domino", "dspark", "lilicorr", "p_eagle"}
 OF_ITS_KIND = {"pard"}  # a model that was trained for it
 OWN_HEADS = {"deepseek_mtp", "eagle", "eagle3", "glm4_moe_mtp", "mtp", "qwen3_5_mtp", *BLOCKS}
 PARAMS = SamplingParams(max_tokens=40, temperature=1.0, seed=1, complete=False)

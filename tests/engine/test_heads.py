@@ -40,7 +40,7 @@ from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 METHODS = list(TARGETS)
-BLOCKS = ("dflash", "dflash2", "domino", "dspark", "p_eagle")
+BLOCKS = ("dflash", "dflash2", "domino", "dspark", "lilicorr", "p_eagle")
 PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward

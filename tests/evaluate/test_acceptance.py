@@ -14,7 +14,7 @@ from guided_spec.models.heads.loading import find_method, load_head
 from tests.learned_heads import TARGETS, write_head
 
 
-@pytest.mark.parametrize("method", sorted(TARGETS.keys() - {"dflash2", "domino"}))
+@pytest.mark.parametrize("method", sorted(TARGETS.keys() - {"dflash2", "domino", "lilicorr"}))
 def test_an_untrained_head_has_the_same_tensors(tmp_path: Path, method: str) -> None:
     """It drafts by the same method, over the same tokens; the weights are others, each time."""
     target, draft = write_head(tmp_path / "trained", method, 64)
@@ -42,7 +42,7 @@ def test_an_untrained_head_has_the_same_tensors(tmp_path: Path, method: str) -> 
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("method", ["dflash2", "domino"])
+@pytest.mark.parametrize("method", ["dflash2", "domino", "lilicorr"])
 def test_a_head_that_is_not_written_here(tmp_path: Path, method: str) -> None:
     target, draft = write_head(tmp_path / "trained", method, 64)
     with pytest.raises(ModelError, match="train a fresh one"):

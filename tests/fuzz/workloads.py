@@ -62,7 +62,7 @@ WITHOUT_HEADS = (
     *("chain:grammar_forced+ngram", "chain:grammar_forced+suffix", "chain:ngram+draft_model"),
     "chain:grammar_forced+ngram+draft_model",
 )
-HEADS = ("eagle3", "dflash", "dspark", "p_eagle", "dflash2", "domino", "mtp", "eagle")
+HEADS = ("eagle3", "dflash", "dspark", "p_eagle", "dflash2", "domino", "lilicorr", "mtp", "eagle")
 HYBRID = "qwen3_5_mtp"  # a head of the hybrid target
 STOCK_HEADS = ("deepseek_mtp", "glm4_moe_mtp")
 

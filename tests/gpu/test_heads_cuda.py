@@ -25,7 +25,7 @@ from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 pytestmark = pytest.mark.gpu
 FLOAT = torch.float32
-BLOCKS = ("dflash", "dflash2", "domino", "dspark", "p_eagle")
+BLOCKS = ("dflash", "dflash2", "domino", "dspark", "lilicorr", "p_eagle")
 
 
 def on_cuda(folder: Path, method: str, dtype: torch.dtype) -> HeadedTarget:

@@ -273,6 +273,7 @@ def test_a_step_draws_other_blocks_than_the_one_before(tmp_path: Path) -> None:
         ("dflash", "dspark", {}, "init=.*expected a DFlash head, found one of another kind"),
         ("dspark", "dflash", {}, "init=.*expected a DSpark head, found one of another kind"),
         ("dflash", "domino", {}, "init=.*expected a DFlash head, found one of another kind"),
+        ("dflash", "lilicorr", {}, "init=.*expected a DFlash head, found one of another kind"),
         ("dspark", "rnn", {}, "init=.*expected a DSpark head, found one of another kind"),
         ("p_eagle", "eagle3", {}, "init=.*expected a P-EAGLE head, found one without mask_hidden"),
         ("dspark", "dspark", {"confidence_weight": -1.0}, "confidence_weight=-1.0: must be at"),

@@ -236,8 +236,8 @@ class LayoutHead(nn.Module):
         source = checkpoint.source
         kept = [name for name in sorted(checkpoint.names) if not name.startswith(cls.ignored)]
         read = read_tensors(checkpoint, {name: cls._own_name(name) for name in kept}, target.dtype)
-        flat = {name: t.flatten() if name == MASK else t for name, t in read.items()}
-        tensors = TargetEnds(target).without_copies(flat, output=not cls.trains_output)
+        shaped = {name: cls._own_shape(name, tensor) for name, tensor in read.items()}
+        tensors = TargetEnds(target).without_copies(shaped, output=not cls.trains_output)
         layout = cls.layout_class.read(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
         vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
@@ -270,6 +270,10 @@ class LayoutHead(nn.Module):
     @classmethod
     def _own_name(cls, name: str) -> str:
         return name
+
+    @classmethod
+    def _own_shape(cls, name: str, tensor: Tensor) -> Tensor:
+        return tensor.flatten() if name == MASK else tensor
 
     def _build(self) -> Any:
         """Make all modules but the ends; returns the class of the rotary embedding."""

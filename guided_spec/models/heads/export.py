@@ -379,7 +379,10 @@ def _plain_block(head: BlockHead, name: str) -> BlockLayout:
     """Raises ModelError for what neither layout is written with here."""
     layout = head.layout
     plain = layout._replace(embedding_scale=1.0, logit_scale=1.0, softcap=0.0)
-    if layout != plain._replace(conv=None, selector=None, prefix=None) or layout.is_causal:
+    if (
+        layout != plain._replace(conv=None, selector=None, prefix=None, lattice=None)
+        or layout.is_causal
+    ):
         problem = "it needs a DFlash or DSpark head, found other parts, scales or a causal block"
         raise ModelError(f"layout={name!r}: {problem}; train a fresh one")
     return layout

@@ -39,6 +39,7 @@ METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
         QwenMtpHead.from_checkpoint,
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
     ),
+    "lilicorr": (BlockHead.from_checkpoint, ()),
     "mtp": (_load_mtp, ()),
 }
 
@@ -131,6 +132,8 @@ def _find_block(checkpoint: Checkpoint) -> str | None:
             return "dflash2"
         if "prefix_gru.weight_ih_l0" in names:
             return "domino"
+        if any(name.startswith("lilicorr.") for name in names):
+            return "lilicorr"
         return "dspark" if config.get("markov_rank") else "dflash"
     return None
 

@@ -285,9 +285,8 @@ def _make_block(
 def _check_kind(head: BlockHead, config: DFlashConfig, markov: MarkovShape | None) -> None:
     layout, kind = head.layout, "DFlash" if markov is None else "DSpark"
     is_other = (layout.markov is None) != (markov is None)
-    has_other_parts = any(
-        part is not None for part in (layout.selector, layout.conv, layout.prefix)
-    )
+    others = (layout.selector, layout.conv, layout.prefix, layout.lattice)
+    has_other_parts = any(part is not None for part in others)
     is_recurrent = layout.markov is not None and layout.markov.kind not in TRAINED_KINDS
     if is_other or has_other_parts or is_recurrent:
         raise ModelError(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from guided_spec.models.heads.block.lattice import LatticeShape
 from tests.models.heads.heads import (
     HEAD_DIM,
     HEADS,
@@ -25,12 +26,23 @@ from tests.models.heads.heads import (
 )
 
 MASK, RANK, TAPS, GROUP, TOP_K, STATE_SIZE = 3, 4, 2, 8, 5, 6
+LATTICE = LatticeShape(
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    mlp_ratio=2.0,
+    candidate_topk=TOP_K,
+    factor_dim=6,
+    vector_eps=1e-4,
+    logit_scale=8.0,
+)
 # kind: the dialects that it is published in
 DIALECTS = {
     "dflash": ("zlab", "deepseek", "speculators"),
     "dspark": ("deepseek", "speculators"),
     "dflash2": ("zlab", "speculators"),
     "domino": ("zlab",),
+    "lilicorr": ("zlab",),
 }
 
 
@@ -110,6 +122,10 @@ def _zlab(kind: str, layer: Mapping[str, Any]) -> dict[str, Any]:
             "gru_hidden_dim": STATE_SIZE
         }  # and emb_dim beside it, as the published ones have
         return {**config, "architectures": ["DominoDraftModel"], "block_size": 7, "emb_dim": RANK}
+    if kind == "lilicorr":
+        section |= {f"lilicorr_{name}": value for name, value in LATTICE._asdict().items()}
+        section |= {"projector_type": "lilicorr"}
+        return {**config, "block_size": 8}
     section |= {"block_size": 8, "selector_rank": RANK, "selector_top_k": TOP_K}
     section |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
     return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False}
@@ -182,7 +198,36 @@ def _shapes(kind: str, dialect: str, config: Mapping[str, Any]) -> dict[str, tup
         shapes["prefix_gru.weight_hh_l0"] = (3 * STATE_SIZE, STATE_SIZE)
         shapes["embed_proj.0.weight"] = (RANK, size + STATE_SIZE)
         shapes["embed_proj.2.weight"] = (total, RANK)
+    if kind == "lilicorr":
+        shapes |= _lattice_shapes(size, section["lilicorr_num_layers"])
     return shapes
+
+
+def _lattice_shapes(size: int, num_layers: int) -> dict[str, tuple[int, ...]]:
+    """With the names of a sequence's places, as some are published."""
+    own, factors, heads = LATTICE.hidden_size, LATTICE.factor_dim, LATTICE.num_heads
+    maps = {
+        **{"token_proj": (own, size), "pass_hidden_proj": (own, size), "context_proj": (own, size)},
+        **{"feature_mlp.1": (own, 5), "feature_mlp.3": (own, own)},
+        "factor_input_proj": (own, 3 * own),
+        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factors, own)),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"slot_embedding": (1, 1, 7, 1, own), "rank_embedding": (1, 1, 1, TOP_K, own)},
+        **{"relative_slot_bias": (heads, 15), "same_slot_bias": (heads,)},
+        **{"feature_mlp.0.weight": (5,), "feature_mlp.0.bias": (5,)},
+        **{"output_norm.weight": (own,), "anchor_norm.weight": (own,)},
+    }
+    for index in range(num_layers):
+        layer = f"layers.{index}."
+        shapes |= dict.fromkeys((f"{layer}{name}_norm.weight" for name in ("attn", "mlp")), (own,))
+        shapes[f"{layer}attn.in_proj_weight"] = (3 * own, own)
+        shapes[f"{layer}attn.in_proj_bias"] = (3 * own,)
+        maps |= {f"{layer}attn.out_proj": (own, own)}
+        maps |= {f"{layer}mlp.0": (2 * own, own), f"{layer}mlp.2": (own, 2 * own)}
+    for name, shape in maps.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
 def _layer_shapes(size: int) -> dict[str, tuple[int, ...]]:

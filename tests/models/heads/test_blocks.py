@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.reader import ContextReader, MaskedReader
 from guided_spec.models.heads.block.runner import BlockRunner
+from guided_spec.models.heads.block.transitions import BlockPosition
 from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from tests.models.heads.block_checkpoints import (
     DIALECTS,
     GROUP,
+    LATTICE,
     RANK,
     STATE_SIZE,
     TAPS,
@@ -40,6 +42,10 @@ from tests.tiers import examples
 VOCAB, CPU, MASK = 64, torch.device("cpu"), 3
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+LILICORR = {
+    "lilicorr_enabled": True,
+    **{f"lilicorr_{name}": value for name, value in LATTICE._asdict().items()},
+}
 DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4}
 SLIDING = {**KINDS, "use_sliding_window": True}  # else Qwen3's configuration has no window
 
@@ -358,12 +364,21 @@ def test_layouts_by_hand(
         tokens[-1:],
         tensors.get("embed_tokens.weight", cast(Any, target).get_input_embeddings().weight),
     )
-    for place, walked in enumerate([5, 61, 7, 0, 33, 12]):
+    for place, walked in enumerate([5, 61, 7, None, 33, 12]):
         found = runner.logits([1])[0].float()
         outputs, logits = expected.outputs[: place + 1], expected.logits[place]
-        torch.testing.assert_close(found, hand.behind(outputs, logits, before, embedding), **exact)
-        runner.append([1], torch.tensor([walked]))
-        before.append(walked)
+        if head.planner is None:
+            wanted = hand.behind(outputs, logits, before, embedding)
+        else:  # tests/models/heads/test_lattice.py has its equations
+            anchor = norm(states[-1:] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+            plan = head.planner.plan(expected.logits[None], expected.outputs[None], anchor)
+            parts = (outputs[-1:], torch.tensor(before[-1:]), torch.zeros(1, 0))
+            position = BlockPosition(*parts, torch.tensor([place]), plan)
+            wanted = head.transition.step(logits[None], position)[0]
+        torch.testing.assert_close(found, wanted, **exact)
+        chosen = int(found.argmax()) if walked is None else walked
+        runner.append([1], torch.tensor([chosen]))
+        before.append(chosen)
 
 
 @pytest.mark.parametrize(
@@ -481,6 +496,22 @@ def test_a_head_without_masks_is_no_p_eagle(target: PreTrainedModel, tmp_path: P
             "gru_hidden_dim: expected 1",
         ),
         ({"dflash_config": {**SECTION, **DOMINO, "emb_dim": None}}, "emb_dim: expected 1 or more"),
+        (
+            {"dflash_config": {**SECTION, "projector_type": "lilicorr"}},
+            "lilicorr_hidden_size: expected a whole number above 0, found None",
+        ),
+        (
+            {"dflash_config": {**SECTION, **LILICORR, "lilicorr_num_heads": 3}},
+            "lilicorr_hidden_size: expected a multiple of 3 heads, found 8",
+        ),
+        (
+            {"dflash_config": {**SECTION, **LILICORR, "lilicorr_logit_scale": 0}},
+            "lilicorr_logit_scale: expected a number above 0, found 0",
+        ),
+        (
+            {"dflash_config": {**SECTION, **LILICORR, "shift_label": True}},
+            "shift_label: expected false in a head with lilicorr",
+        ),
         (
             {"dflash_config": {**SECTION, **DOMINO}, "draft_vocab_size": 40},
             "draft_vocab_size: expected all 64 tokens in a head with a prefix_gru, found 40",

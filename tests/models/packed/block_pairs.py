@@ -38,6 +38,7 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("dspark", "deepseek", {"markov_head_type": "gated"}),
     ("dspark", "deepseek", {"markov_head_type": "rnn"}),
     ("domino", "zlab", {}),
+    ("lilicorr", "zlab", {}),
     ("p_eagle", "speculators", {}),
     ("p_eagle", "specforge", {"draft_vocab_size": 40}),
 ]

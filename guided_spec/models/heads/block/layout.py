@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.heads.block.lattice import LatticeShape
 from guided_spec.models.heads.block.transitions import MarkovShape, PrefixShape, SelectorShape
 from guided_spec.models.heads.config import (
     HeadShape,
@@ -36,6 +37,8 @@ KNOWN = (
     "final_logit_softcapping",
     "gru_hidden_dim",
     "input_embedding_scale",
+    "lilicorr_enabled",
+    *(f"lilicorr_{name}" for name in LatticeShape._fields),
     "is_causal",
     "mask_token_id",
     "output_multiplier",
@@ -53,7 +56,7 @@ DEFAULT_TOP_K = 16
 CONFIDENCE = "confidence_head.proj.weight"
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 TRAINED_KINDS = ("vanilla", "gated")
-DOMINO = "domino"
+DOMINO, LILICORR = "domino", "lilicorr"
 
 
 class ConvShape(NamedTuple):
@@ -73,8 +76,8 @@ class BlockLayout(NamedTuple):
     a window. from_anchor: whether the output at the last token predicts the next token, and that at
     a mask the token after the mask; else that at a mask predicts the token of its own position.
     draft_vocab_size: D. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0
-    is none. conv, markov, selector, prefix: parts that some heads have. confidence_width: what the
-    confidence head reads; 0: there is none.
+    is none. conv, markov, selector, prefix, lattice: parts that some heads have. confidence_width:
+    what the confidence head reads; 0: there is none.
     """
 
     config: Any
@@ -91,6 +94,7 @@ class BlockLayout(NamedTuple):
     markov: MarkovShape | None = None
     selector: SelectorShape | None = None
     prefix: PrefixShape | None = None
+    lattice: LatticeShape | None = None
     confidence_width: int = 0
 
     @property
@@ -221,17 +225,18 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "conv": conv,
         "selector": selector,
         "prefix": _prefix(found, source),
+        "lattice": _lattice(config, found, source),
     }
 
 
 def _prefix(found: Mapping[str, Any], source: str) -> PrefixShape | None:
     """Of Domino; found: by ``KNOWN``."""
     kind = found["projector_type"]
-    if kind is None:
+    if kind in (None, LILICORR):
         return None
     if kind != DOMINO:
         raise ModelError(
-            f"{source}: projector_type: expected {DOMINO} or none, found {kind!r}; "
+            f"{source}: projector_type: expected {DOMINO}, {LILICORR} or none, found {kind!r}; "
             "such heads are not read"
         )
     sizes = {name: found[name] for name in ("gru_hidden_dim", "emb_dim")}
@@ -241,6 +246,28 @@ def _prefix(found: Mapping[str, Any], source: str) -> PrefixShape | None:
         if not isinstance(size, int) or size < least:
             raise ModelError(f"{source}: {name}: expected {least} or more, found {size!r}")
     return PrefixShape(*sizes.values())
+
+
+def _lattice(
+    config: Mapping[str, Any], found: Mapping[str, Any], source: str
+) -> LatticeShape | None:
+    """Of LiLiCorr; found: by ``KNOWN``."""
+    is_named = "LiLiCorrDraftModel" in (config.get("architectures") or ())
+    if not (is_named or found["lilicorr_enabled"] or found["projector_type"] == LILICORR):
+        return None
+    shape = LatticeShape(*(found[f"lilicorr_{name}"] for name in LatticeShape._fields))
+    for name, value in shape._asdict().items():
+        is_whole = name not in ("mlp_ratio", "vector_eps", "logit_scale")
+        kinds = int if is_whole else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+            what = "a whole number above 0" if is_whole else "a number above 0"
+            raise ModelError(f"{source}: lilicorr_{name}: expected {what}, found {value!r}")
+    if shape.hidden_size % shape.num_heads:
+        raise ModelError(
+            f"{source}: lilicorr_hidden_size: expected a multiple of {shape.num_heads} heads, "
+            f"found {shape.hidden_size}"
+        )
+    return shape
 
 
 def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,14 +320,22 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
             f"{source}: mask_token_id: expected a row of the target's embedding, "
             f"found {mask}; pass a head for this target"
         )
+    if layout.lattice is not None and layout.from_anchor:
+        raise ModelError(
+            f"{source}: shift_label: expected false in a head with {LILICORR}, which scores masks"
+        )
     least = 1 if layout.from_anchor else 2
     if layout.block_size < least:
         raise ModelError(
             f"{source}: block_size: expected {least} or more, found {layout.block_size}"
         )
-    scores_all = layout.selector is not None or layout.prefix is not None
-    if scores_all and layout.draft_vocab_size != layout.config.vocab_size:
-        part = "candidate_selector" if layout.prefix is None else "prefix_gru"
+    parts = {
+        "candidate_selector": layout.selector,
+        "prefix_gru": layout.prefix,
+        LILICORR: layout.lattice,
+    }
+    part = next((name for name, shape in parts.items() if shape is not None), None)
+    if part is not None and layout.draft_vocab_size != layout.config.vocab_size:
         raise ModelError(
             f"{source}: draft_vocab_size: expected all {layout.config.vocab_size} "
             f"tokens in a head with a {part}, found {layout.draft_vocab_size}"

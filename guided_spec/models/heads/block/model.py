@@ -12,8 +12,8 @@ the block [last token, mask, mask, ...]:
     logits = lm_head(norm(x))                                      ``logits``
 
 Queries and keys are normed and rotated as Qwen3's are. The output at a mask predicts the token of
-that position, or the next one (``BlockLayout.from_anchor``). DSpark, DFlash 2 and Domino are such
-heads with a ``transition``; JetSpec's are causal. Around attention and MLP, DFlash 2 has a
+that position, or the next one (``BlockLayout.from_anchor``). DSpark, DFlash 2, Domino and LiLiCorr
+are such heads with a ``transition``; JetSpec's are causal. Around attention and MLP, DFlash 2 has a
 convolution over the block, whose kernel is made from what goes in, n, in groups of channels:
 
     d = kernel_projection(n), [side, tap, group]
@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from guided_spec.models.heads.block.lattice import RENAMED, CandidateLattice, HeadEnds
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.block.transitions import (
+    BlockPlanner,
     CandidateSelector,
     ConfidenceHead,
     MarkovHead,
@@ -44,6 +46,7 @@ from guided_spec.models.heads.draft_head import LayoutHead, layer_run, product_i
 from guided_spec.ops.attention.slot_attention import KeyValues, Window
 
 PREFIX_PARTS = ("prefix_gru.", "embed_proj.")
+LATTICE = "lilicorr."
 
 
 class BlockContext(NamedTuple):
@@ -228,6 +231,11 @@ class BlockHead(LayoutHead):
             self.markov_head = make(layout.markov, size, config.vocab_size, self.vocabulary)
         if layout.prefix is not None:
             self.prefix_head = PrefixHead(layout.prefix, size, config.vocab_size, self.embed)
+        self.lilicorr: CandidateLattice | None = None
+        if layout.lattice is not None:
+            ends = HeadEnds(self.embed, self.features)
+            sizes = (layout.block_size, size, config.rms_norm_eps)
+            self.lilicorr = CandidateLattice(layout.lattice, *sizes, ends)
         if layout.selector is not None:
             self.candidate_selector = CandidateSelector(layout.selector, size, config.vocab_size)
         if layout.confidence_width:
@@ -237,14 +245,28 @@ class BlockHead(LayoutHead):
     @property
     def transition(self) -> Transition | None:
         """How a position depends on the one before it; None: it does not."""
-        return self.markov_head or self.candidate_selector or self.prefix_head
+        return self.markov_head or self.candidate_selector or self.prefix_head or self.lilicorr
+
+    @property
+    def planner(self) -> BlockPlanner | None:
+        """What looks at a block as a whole; None: nothing does."""
+        return self.lilicorr
 
     @classmethod
     def _own_name(cls, name: str) -> str:
         """Domino's parts are not in one module, and its GRU is one of torch's layers."""
         if name.startswith(PREFIX_PARTS):
             return f"prefix_head.{name.removesuffix('_l0')}"
+        if name.startswith(LATTICE):
+            for theirs, ours in RENAMED:
+                name = name.replace(theirs, ours)
         return name
+
+    @classmethod
+    def _own_shape(cls, name: str, tensor: Tensor) -> Tensor:
+        """Some checkpoints have one more dimension of the embeddings of candidates."""
+        is_deep = name.startswith(LATTICE) and tensor.dim() == 5
+        return tensor.squeeze(1) if is_deep else tensor
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H] fused to [..., H]."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
-from guided_spec.models.heads.block.transitions import Transition
+from guided_spec.models.heads.block.transitions import BlockPlanner, Transition
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks, KeptShape, index_over
@@ -42,8 +42,9 @@ class BlockReader(Protocol):
     """Reads verified tokens, and computes the positions after them; see ``HeadRunner``.
 
     max_length: tokens of a text. width: tokens of a whole block. size: H, of its outputs.
-    transition: how a position depends on the one before; None: it does not. ahead: the reader
-    itself, where its forwards are graphs; None where they are not.
+    transition: how a position depends on the one before; None: it does not. planner: what looks at
+    a block as a whole, if anything does. ahead: the reader itself, where its forwards are graphs;
+    None where they are not.
     """
 
     @property
@@ -54,6 +55,8 @@ class BlockReader(Protocol):
     def size(self) -> int: ...
     @property
     def transition(self) -> Transition | None: ...
+    @property
+    def planner(self) -> BlockPlanner | None: ...
     @property
     def ahead(self) -> AheadReader | None: ...
     def length(self, slot: int) -> int: ...
@@ -113,7 +116,7 @@ class ContextReader:
     ) -> None:
         self.head, self.max_length = head, limits.max_length
         self.width, self.size = head.layout.width, head.hidden_size
-        self.transition = head.transition
+        self.transition, self.planner = head.transition, head.planner
         self._device, self._dtype = device, dtype
         where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
         self.slots = HeadSlots(KeptShape.of_layers(head.config), limits, **where)
@@ -177,7 +180,7 @@ class MaskedReader:
     Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
-    transition = ahead = None
+    transition = planner = ahead = None
 
     def __init__(
         self,
@@ -264,7 +267,7 @@ class PackedContextReader:
     ) -> None:
         head = packed.head
         self._packed, self._device, self._dtype = packed, device, dtype
-        self.transition = head.transition
+        self.transition, self.planner = head.transition, head.planner
         self.max_length, self.width = limits.max_length, head.layout.width
         self.size = head.hidden_size
         self.slots = HeadSlots(
@@ -357,7 +360,7 @@ class PackedMaskedReader:
     Raises ModelError for a head that has nothing to feed at the positions after a text.
     """
 
-    transition = None
+    transition = planner = None
 
     def __init__(self, head: Eagle3Head, slots: PackedSlotHead, width: int) -> None:
         self._head, self._masks = head, head.masks()

@@ -56,6 +56,11 @@ class BlockRunner:
         size = 0 if self.transition is None else self.transition.state_size
         self._states = torch.zeros(num_slots, columns + 1, size, device=device, dtype=dtype)
         self._num_states = [0] * num_slots
+        # What a planner keeps of each slot's last verified position, and its plan of the block.
+        planner = self._planner = reader.planner
+        kept = (0, 0) if planner is None else (reader.size, planner.plan_size(columns))
+        self._anchors = torch.zeros(num_slots, kept[0], device=device, dtype=dtype)
+        self._plans = torch.zeros(num_slots, kept[1], device=device)
 
     def length(self, slot: int) -> int:
         """Verified positions that were read into the slot; 0: nothing to draft from."""
@@ -103,13 +108,18 @@ class BlockRunner:
         """Read verified tokens; see ``SlotHead.read``."""
         self._reader.read(slots, tokens, states)
         index, last = to_device([[*slots], [row[-1] for row in tokens]], self._device)
+        if self._planner is not None:
+            ends = torch.stack([row[-1] for row in states]).to(self._device)
+            self._anchors[index] = self._planner.anchors(ends).to(self._anchors.dtype)
         self._begin_drafts(slots, index, last)
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
         """Copy the text of ``source`` to the other slots; see ``SlotHead.copy_slot``."""
         self._reader.copy_slot(source, destinations)
-        self._begin_drafts(destinations, self._index(destinations), self._trail[source, 0])
+        index = self._index(destinations)
+        self._anchors[index] = self._anchors[source].clone()
+        self._begin_drafts(destinations, index, self._trail[source, 0])
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether so many more tokens of each slot can be read before the host knows them."""
@@ -121,7 +131,11 @@ class BlockRunner:
         assert self._ahead is not None
         self._ahead.read_ahead(new)
         ends = new.token_ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
-        self._begin_drafts(new.slots, self._index(new.slots), ends.clamp_min(0))
+        index = self._index(new.slots)
+        if self._planner is not None:
+            states = new.states[torch.arange(len(ends), device=ends.device), new.last]
+            self._anchors[index] = self._planner.anchors(states).to(self._anchors.dtype)
+        self._begin_drafts(new.slots, index, ends.clamp_min(0))
 
     def commit(self, slot: int, count: int) -> None:
         """The slot holds ``count`` of the tokens that were read ahead; see ``AheadRunner``."""
@@ -159,11 +173,15 @@ class BlockRunner:
         slots, starts, _ = inputs["index"].unbind(0)
         before, state = self._trail[slots, 0], self._states[slots, 0]
         outputs = self._ahead.outputs(slots, starts, before, count)
-        for depth, logits in enumerate(self._ahead.logits(outputs).unbind(1)):
+        scores, plan = self._ahead.logits(outputs), None
+        if self._planner is not None:
+            plan = self._planner.plan(scores, outputs, self._anchors[slots])
+        for depth, logits in enumerate(scores.unbind(1)):
             if self.transition is not None:
                 hidden, depths = outputs[:, depth], torch.full_like(before, depth)
                 state = self.transition.advance(state, hidden, before)
-                logits = self.transition.step(logits, BlockPosition(hidden, before, state, depths))
+                position = BlockPosition(hidden, before, state, depths, plan)
+                logits = self.transition.step(logits, position)
             before = pick(depth, logits)
 
     def end_draft(self, slots: Sequence[int], count: int) -> None:
@@ -181,7 +199,9 @@ class BlockRunner:
         if self.transition is not None:
             self._advance_states(slots)
             before, state = self._trail[slot, step], self._states[slot, step + 1]
-            scores = self.transition.step(scores, BlockPosition(outputs, before, state, step))
+            plan = None if self._planner is None else self._plans[slot]
+            position = BlockPosition(outputs, before, state, step, plan)
+            scores = self.transition.step(scores, position)
         if max(depths) >= self.width:
             is_beyond = torch.tensor([depth >= self.width for depth in depths])
             is_beyond = is_beyond.to(self._device, non_blocking=True)
@@ -217,7 +237,11 @@ class BlockRunner:
         if not missing or not self.width:
             return
         index = self._index(missing)
-        self._outputs[index] = self._reader.draft(missing, self._trail[index, 0], self.width)
+        outputs = self._reader.draft(missing, self._trail[index, 0], self.width)
+        self._outputs[index] = outputs
+        if self._planner is not None:
+            scores = self._reader.logits(outputs)
+            self._plans[index] = self._planner.plan(scores, outputs, self._anchors[index])
         for slot in missing:
             self._is_drafted[slot] = True
 

@@ -47,13 +47,15 @@ class BlockPosition(NamedTuple):
     """A position of each of R blocks. All ids are the target's.
 
     hidden: [R, H], its output. previous: int64 [R], the token before it. state: [R, M], what
-    ``Transition.advance`` made of it. depth: int64 [R], positions of its block before it.
+    ``Transition.advance`` made of it. depth: int64 [R], positions of its block before it. plan:
+    float32 [R, L], of a ``BlockPlanner``; None without one.
     """
 
     hidden: Tensor
     previous: Tensor
     state: Tensor
     depth: Tensor
+    plan: Tensor | None = None
 
 
 class Transition(Protocol):
@@ -74,6 +76,22 @@ class Transition(Protocol):
 
     def step(self, logits: Tensor, position: BlockPosition) -> Tensor:
         """Logits [R, D] of a position by itself to float32 [R, D] at ``position``."""
+        ...
+
+
+class BlockPlanner(Protocol):
+    """Looks at all positions of a block before the first one is drafted."""
+
+    def plan_size(self, width: int) -> int:
+        """L: numbers that the plan of ``width`` positions has."""
+        ...
+
+    def anchors(self, states: Tensor) -> Tensor:
+        """What is kept of the target's states [R, X] at the last verified positions: [R, H]."""
+        ...
+
+    def plan(self, logits: Tensor, outputs: Tensor, anchors: Tensor) -> Tensor:
+        """Float32 [R, L], of logits [R, W, D] and outputs [R, W, H] of all positions."""
         ...
 
 
