@@ -26,8 +26,9 @@ PATCH = 4
 VIDEO_PART = "{%- elif part['type'] == 'video' %}{{ VIDEO }}{%- else %}{{ part['text'] }}"
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 TIMED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # with seconds in the text
-if processing_smolvlm.num2words is None:  # it comes with a package that transformers may have
-    processing_smolvlm.num2words = str
+SPELLING: Any = processing_smolvlm
+if SPELLING.num2words is None:  # of a package that transformers may have
+    SPELLING.num2words = str
 FILMED = (*QWENS, "internvl", "smolvlm", "gemma4")
 
 
