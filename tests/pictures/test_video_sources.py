@@ -6,6 +6,7 @@ import base64
 import copy
 import io
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
-from transformers.models.auto import video_processing_auto
 
 from guided_spec.engine.chats import videos
 from guided_spec.engine.chats.messages import read_messages
 from guided_spec.engine.chats.pictures import MOST_BYTES, MOST_PICTURES, PictureRules
-from guided_spec.engine.chats.videos import MOST_FRAMES, Frames, read_video
+from guided_spec.engine.chats.videos import MOST_FRAMES, Frames, OpenVideo, read_video
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, PromptError, UnknownOptionError
 from guided_spec.models.pictures.vision import SERVED
@@ -155,6 +155,7 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"video": [data(FILES[0]), CUT]}, ".video[1]", "no picture that can be read"),
     ({"video": [data(FILES[0]), data(png(picture(1, (16, 8))))]}, ".video[1]", "of one size"),
     ({"video": [data(FILES[0])] * (MOST_FRAMES + 1)}, ".video", f"at most {MOST_FRAMES} are read"),
+    ({"video": JPEG_URL + "," * MOST_FRAMES}, ".video", f"at most {MOST_FRAMES} are read"),
     ({"video": "clip.mp4"}, ".video", "no file of video is decoded: send its frames"),
     ({"video": Path("a/clip.WEBM")}, ".video", "no file of video is decoded: send its frames"),
     ({"video": "https://a/clip.mov?x=1"}, ".video", "no file of video is decoded"),
@@ -289,7 +290,7 @@ def test_models_of_text_say_why() -> None:
 
 def test_every_family_with_a_video_processor_is_tried() -> None:
     """A family that gets one later is tried too."""
-    known: Any = video_processing_auto
+    known: Any = import_module("transformers.models.auto.video_processing_auto")
     assert {*known.VIDEO_PROCESSOR_MAPPING_NAMES} & {*SERVED} == {*FILMED}
 
 
@@ -339,3 +340,20 @@ def test_sound_is_refused_by_name(llm: LLM) -> None:
             ConfigError, match=f"type='{kind}': no model reads this here: send text"
         ):
             llm.chat(said({"type": kind, kind: {"url": "data:"}}))
+
+
+def test_what_finds_no_room_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays of a video may take hundreds of megabytes."""
+    sizes: list[int] = []
+    original = OpenVideo.read
+
+    def noted(self: OpenVideo) -> Frames:
+        sizes.append(1)
+        return original(self)
+
+    monkeypatch.setattr(OpenVideo, "read", noted)
+    asked = show(*(film(seed) for seed in range(9)), "?")
+    reason = "take 24 tokens, and 20 are kept at a time"
+    with filmed(FAMILY).llm(picture_tokens=20) as llm, pytest.raises(PromptError, match=reason):
+        llm.chat(asked)
+    assert len(sizes) == 3

@@ -143,7 +143,8 @@ class PictureReader:
             if id(one) not in read:
                 with self._turn:
                     read[id(one)] = self._read(one)
-        self._require_room("messages", [picture for picture, _ in read.values()])
+                # Before the next one is read: the arrays of some videos are large.
+                self._require_room("messages", [picture for picture, _ in read.values()])
         placeholders, ids = self.sight.placeholders, list[int]()
         shown = [self._shown(read[id(one)][1]) for one in pictures]
         around = [f"{one.before}{token}{one.after}" for one in shown]

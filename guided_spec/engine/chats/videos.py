@@ -137,7 +137,7 @@ def _encoded_frames(path: str, url: str) -> list[str]:
     if head.lower().replace(" ", "") != "data:video/jpeg;base64":
         known = "data:video/jpeg;base64,<frame>,<frame>,..."
         raise ConfigError(path, f"{head:.80}", f"no file of video is decoded: send {known}")
-    return unquote(body).split(",")
+    return unquote(body).split(",", MOST_FRAMES)  # one more is too many
 
 
 def _decoded(path: str, text: str) -> OpenPicture:
