@@ -25,7 +25,6 @@ SIDE = 16  # of a frame, where a tower takes one size
 PATCH = 4
 VIDEO_PART = "{%- elif part['type'] == 'video' %}{{ VIDEO }}{%- else %}{{ part['text'] }}"
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-TIMED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # with seconds in the text
 SPELLING: Any = processing_smolvlm
 if SPELLING.num2words is None:  # of a package that transformers may have
     SPELLING.num2words = str
@@ -115,7 +114,8 @@ class Frames:
     def __call__(self, videos: Any, video_metadata: Any = None, **options: Any) -> BatchFeature:
         assert options["do_sample_frames"] is False
         cut = _patches if self._family in QWENS else OTHERS[self._family]
-        found = [cut(torch.from_numpy(video).permute(0, 3, 1, 2)) for video in videos]
+        given = [torch.from_numpy(video) for video in videos]
+        found = [cut(one if one.shape[1] == 3 else one.permute(0, 3, 1, 2)) for one in given]
         whole = {name: torch.cat([one[name] for one in found]) for name in found[0]}
         films = [VideoMetadata(**one) for one in video_metadata]
         return BatchFeature({**whole, "video_metadata": films})
@@ -175,9 +175,7 @@ def _tokenizer(family: str) -> Any:
     tokenizer = tokenizer_of(image)
     around = "<img>{}</img>" if family in QWENS else "{}"
     shown = TEMPLATE.replace("{%- else %}{{ part['text'] }}", VIDEO_PART)
-    # Those of Qwen 3 have such a pair around each of its steps.
-    places = {"IMAGE": around.format(image)}
-    places["VIDEO"] = video if family in TIMED else around.format(video)
+    places = {"IMAGE": around.format(image), "VIDEO": around.format(video)}
     for name, text in places.items():
         shown = shown.replace(name, repr(text))
     tokenizer.chat_template = shown

@@ -258,7 +258,8 @@ def test_what_the_processor_refuses_is_named(llm: LLM) -> None:
     flat = [Image.new("RGB", (1, 9)) for _ in range(2)]
     processor: Any = copy.copy(filmed(FAMILY).processor)
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(given: Any, **_: Any) -> Any:
+        assert [one.shape for one in given] == [(2, 3, 9, 1)]  # no other order is told apart
         raise ValueError("too flat")
 
     processor.video_processor = refuse

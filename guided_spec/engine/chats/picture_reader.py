@@ -247,9 +247,11 @@ def _arguments(processor: Any, images: Sequence[Image.Image], fps: float) -> dic
         **{"total_num_frames": len(images), "frames_indices": [*range(len(images))]},
         **{"fps": fps, "duration": len(images) / fps, "width": width, "height": height},
     }
+    # [T, 3, H, W]: processors take a height of 1 or 3 for the channels where these come last.
+    frames = np.stack([np.asarray(one).transpose(2, 0, 1) for one in images])
     return {
         "text": [processor.video_token],
-        "videos": [np.stack([np.asarray(one) for one in images])],
+        "videos": [frames],
         "video_metadata": [metadata],
         "do_sample_frames": False,
     }
