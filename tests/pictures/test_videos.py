@@ -56,7 +56,6 @@ def opened(family: str, proposer: str = "none", **options: Any) -> LLM:
     return filmed(family).llm(proposer, **{"max_model_len": 768, "picture_tokens": 768, **options})
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("family", FILMED)
 def test_texts_are_those_of_transformers(family: str) -> None:
     asked = prompts(family)
