@@ -109,7 +109,7 @@ class PromptEncoder:
     @property
     def picture_rules(self) -> PictureRules:
         """What messages may have of pictures."""
-        return PictureRules(self.sight.refusal)
+        return PictureRules(self.sight.refusal, videos=self.sight.videos)
 
     @property
     def pictures(self) -> PictureReader | None:
@@ -144,10 +144,11 @@ class PromptEncoder:
             if bos is None:
                 raise PromptError("prompt='': it has no tokens; pass at least one word")
             token_ids = [bos]
-        if pictures is None and self.sight.placeholder in token_ids:
-            at, token = token_ids.index(self.sight.placeholder), self.sight.placeholder
-            fix = "pass messages with pictures to chat, and the prompt of prepare_chat to generate"
-            raise PromptError(f"prompt holds token {token} at {at}, a picture's place: {fix}")
+        for token in self.sight.placeholders if pictures is None else ():
+            if token in token_ids:
+                at, fix = token_ids.index(token), "pass messages with pictures to chat"
+                fix += ", and the prompt of prepare_chat to generate"
+                raise PromptError(f"prompt holds token {token} at {at}, a picture's place: {fix}")
         self._require_short(token_ids)
         return ReadPrompt(token_ids, pictures)
 

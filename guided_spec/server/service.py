@@ -179,7 +179,8 @@ class Service:
     @property
     def picture_rules(self) -> PictureRules:
         """What clients may send of pictures: nothing that would have to be fetched."""
-        return PictureRules(self.llm.sight.refusal, takes_files=False)
+        sight = self.llm.sight
+        return PictureRules(sight.refusal, takes_files=False, videos=sight.videos)
 
     @property
     def model_name(self) -> str:

@@ -61,7 +61,8 @@ class TrainingTarget(NamedTuple):
         if blind is not None:
             return cls(whole, whole, TargetSight(PictureReader(None, Sight(blind))))
         # Documents that are too long are left out, and not refused.
-        sight = split.sight._replace(num_rows=sys.maxsize)
+        videos = "training takes none"
+        sight = split.sight._replace(num_rows=sys.maxsize, videos=videos)
         load = {"trust_remote_code": options.trust_remote_code}
         reader = PictureReader.load(options.target, sight, None, load)
         return cls(whole, split.language, TargetSight(reader, split.tower), split.pictures)

@@ -136,7 +136,7 @@ def sighted(family: str, seed: int = 0, head_dim: int | None = None) -> Sighted:
     """Shared, so not to be changed."""
     processor = _processor(family)
     torch.manual_seed(seed)
-    config = _config(family, len(processor.tokenizer) + 9, processor)
+    config = configuration(family, len(processor.tokenizer) + 9, processor)
     if head_dim is not None:
         _set_head_dim(config.text_config, head_dim)
     model = AutoModelForImageTextToText.from_config(config).eval()
@@ -183,7 +183,8 @@ def ask(*content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": kinds}]
 
 
-def _tokenizer(image: str) -> Any:
+def tokenizer_of(image: str) -> Any:
+    """image: the token of a picture's place in chats."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(image))
@@ -204,7 +205,7 @@ def _tokenizer(image: str) -> Any:
 
 
 def _processor(family: str) -> Any:
-    tokenizer = _tokenizer(
+    tokenizer = tokenizer_of(
         {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "gemma3": "<img>"}.get(family, "<image>")
     )
     template = {"chat_template": tokenizer.chat_template}
@@ -390,7 +391,8 @@ NAMES = {
 FAMILIES = tuple(OWN)
 
 
-def _config(family: str, vocab_size: int, processor: Any) -> Any:
+def configuration(family: str, vocab_size: int, processor: Any) -> Any:
+    """Of the tiny model of a family."""
     own = OWN[family]
     text = {**TEXT, "vocab_size": vocab_size, **own["text_config"]}
     shown = "<IMG_CONTEXT>" if family == "gemma3" else processor.image_token

@@ -189,9 +189,9 @@ def test_a_draft_model_of_the_same_kind(family: str) -> None:
 def test_the_positions_of_a_slot() -> None:
     table = PictureEmbedding(torch.zeros(10, 4), 8, 1)
     axes = SlotAxes(2, 9, table, SideStream.none())
-    prompt = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3], [0, 1, 1, 3]])
+    prompt = torch.tensor([[0, 1, 7, 4], [0, 1, 2, 4], [0, 1, 1, 4]])  # a video's time is 7
     axes.put(1, prompt, 3)
-    tail = torch.arange(4, 10).expand(3, -1)  # goes on after the largest, 3
+    tail = torch.arange(5, 11).expand(3, -1)  # goes on after the last, 4
     assert torch.equal(axes.positions[1].long(), torch.cat([prompt, tail], 1))
     assert (axes.positions[0] == torch.arange(10)).all()
     assert not axes.deepens([1], [0])

@@ -127,7 +127,8 @@ def test_messages_read_pictures(served: Running) -> None:
     assert post(served, "/v1/messages", asked)["usage"]["input_tokens"] > 16
 
 
-FRAMES = "no model reads this here: send its frames as pictures"
+FRAMES = "this interface has no videos: send its frames as pictures"
+NO_VIDEOS = "this model reads pictures, no videos: its processor takes none; send its frames"
 OTHERS = [
     (kind, "no model reads this here: send text or pictures")
     for kind in ("input_audio", "audio", "document", "input_file", "file")
@@ -151,12 +152,17 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     *(
         (path, made({"type": kind, kind: {"url": "data:"}}), f"{place}[0].content[0].type", told)
-        for kind, told in (("video_url", FRAMES), ("input_video", FRAMES), *OTHERS)
+        for kind, told in (("video_url", NO_VIDEOS), ("input_video", NO_VIDEOS), *OTHERS)
         for path, made, place in (
             ("/v1/chat/completions", chat, "messages"),
             ("/v1/responses", responses, "input"),
             ("/v1/messages", messages, "messages"),
         )
+        if told != NO_VIDEOS or made is not messages
+    ),
+    *(
+        ("/v1/messages", messages({"type": kind}), "messages[0].content[0].type", FRAMES)
+        for kind in ("video", "video_url", "input_video")
     ),
     (
         "/v1/chat/completions",

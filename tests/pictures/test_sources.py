@@ -230,7 +230,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"type": "image_url", "image_url": "data:", "detail": "lo"}, r"\.detail='lo': must be one of"),
     *(
         ({"type": kind}, rf"\.type='{kind}': no model reads this here")
-        for kind in ("input_audio", "video_url", "video", "document", "file")
+        for kind in ("input_audio", "document", "file")
     ),
 ]
 

@@ -48,6 +48,7 @@ from guided_spec.training.target_rows import TargetHead
 from guided_spec.types import SamplingParams
 from tests.models.heads.fresh import spread
 from tests.models.heads.heads import write_eagle3
+from tests.pictures.filmed import filmed
 from tests.pictures.sighted import FAMILIES, ask, picture, png, sighted
 from tests.training.toy_algorithm import make_options, write_target
 
@@ -466,3 +467,17 @@ def test_parquet_and_workers(tmp_path: Path) -> None:
     lines = list(read_lines([tmp_path / "kept", data.with_suffix(".parquet")]))
     folders = [Path(one.record["messages"][0]["content"][0]["image"]).parent for one in lines]
     assert folders == [tmp_path / "kept"] * 4 + [data.parent] * 4
+
+
+def test_videos_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model and its processor take them."""
+    one = filmed("qwen2_vl")
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: one.processor)
+    target = TrainingTarget.of(copy.deepcopy(one.model), options())
+    video = {"type": "video", "video": [address(1), address(2)]}
+    data = write(tmp_path, [{"messages": [user(video, text("What is it?")), answer()]}])
+    reason = (
+        "this model reads pictures, no videos: training takes none; send its frames as pictures"
+    )
+    with pytest.raises(ConfigError, match=rf"messages\[0\]\.content\[0\]\.type='video': {reason}"):
+        documents(target, data)

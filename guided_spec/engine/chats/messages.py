@@ -9,12 +9,13 @@ from typing import Any
 from guided_spec.engine.chats.pictures import (
     PICTURE_PARTS,
     TEXT_ALONE,
-    OpenPicture,
+    VIDEO_PARTS,
     PictureRules,
     refuse_media,
     require_few,
 )
 from guided_spec.engine.chats.template import EACH, THINKING, TemplateReads, template_reads
+from guided_spec.engine.chats.videos import OpenMedia, read_video
 from guided_spec.errors import ConfigError, PromptError, UnknownOptionError
 from guided_spec.kinds import did_you_mean, require_kind, require_known_fields, require_one_of
 
@@ -43,7 +44,8 @@ def read_messages(
     where the template reads parts; text becomes one where it reads nothing else. What was read may
     be read again.
 
-    pictures: which of them are read; each becomes {"type": "image", "image": OpenPicture}.
+    pictures: which of them are read; each becomes {"type": "image", "image": OpenPicture}, and a
+    video {"type": "video", "video": OpenVideo}.
 
     Raises ConfigError for what is no conversation, and UnknownOptionError for a field that neither
     the interface has nor the template reads.
@@ -57,11 +59,11 @@ def read_messages(
     return [_read_one(f"messages[{at}]", one, reads, pictures) for at, one in enumerate(messages)]
 
 
-def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[OpenPicture]:
-    """Those of messages that were read, in their order."""
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[OpenMedia]:
+    """Those of messages that were read, and the videos, in their order."""
     contents = [message["content"] for message in messages]
     parts = [part for one in contents if isinstance(one, list) for part in one]
-    return [part["image"] for part in parts if part["type"] == "image"]
+    return [part[part["type"]] for part in parts if part["type"] in ("image", "video")]
 
 
 def _read_one(
@@ -112,19 +114,28 @@ def num_letters(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _read_part(path: str, part: Any, pictures: PictureRules) -> dict[str, Any]:
     if _is_picture(part):
-        return {"type": "image", "image": pictures.read(path, part)}
+        return _read_picture(path, part, pictures)
     return {"type": "text", "text": _part_text(path, part)}
 
 
+def _read_picture(path: str, part: Mapping[str, Any], pictures: PictureRules) -> dict[str, Any]:
+    if part["type"] in VIDEO_PARTS:
+        return {"type": "video", "video": read_video(pictures, path, part)}
+    return {"type": "image", "image": pictures.read(path, part)}
+
+
 def read_content(content: Any, path: str, pictures: PictureRules) -> str | list[dict[str, Any]]:
-    """Content in parts where it has pictures, else text. Raises as ``read_messages`` does."""
+    """Content in parts where it has pictures or videos, else text.
+
+    Raises as ``read_messages`` does.
+    """
     if isinstance(content, list | tuple) and any(map(_is_picture, content)):
         return [_read_part(f"{path}[{at}]", part, pictures) for at, part in enumerate(content)]
     return plain_text(content, path)
 
 
 def _is_picture(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
+    return isinstance(part, Mapping) and part.get("type") in (*PICTURE_PARTS, *VIDEO_PARTS)
 
 
 def plain_text(content: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> str:
@@ -135,8 +146,9 @@ def plain_text(content: Any, path: str, pictures: PictureRules = TEXT_ALONE) -> 
         raise ConfigError(path, content, 'must be text, or a list of {"type": "text", "text": ...}')
     for at, part in enumerate(content):
         if _is_picture(part):
-            pictures.read(f"{path}[{at}]", part)
-            fix = "the chat template has no places for pictures; pass chat_template_kwargs="
+            _read_picture(f"{path}[{at}]", part, pictures)
+            media = "videos" if part["type"] in VIDEO_PARTS else "pictures"
+            fix = f"the chat template has no places for {media}; pass chat_template_kwargs="
             fix += '{"chat_template": ...} with one that has'
             raise ConfigError(f"{path}[{at}].type", part["type"], fix)
     return "".join(_part_text(f"{path}[{at}]", part) for at, part in enumerate(content))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
@@ -26,8 +27,8 @@ MOST_PIXELS = 40 * 10**6
 MOST_PICTURES = 16  # of a conversation
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others run programs, or are rare
 PICTURE_PARTS = ("image_url", "image", "input_image")
-_VIDEOS = ("video", "video_url", "input_video")
-OTHER_MEDIA = (*_VIDEOS, "input_audio", "audio", "audio_url", "document", "file", "input_file")
+VIDEO_PARTS = ("video_url", "video", "input_video")
+OTHER_MEDIA = (*VIDEO_PARTS, "input_audio", "audio", "audio_url", "document", "file", "input_file")
 _OF_PART = {
     "image_url": frozenset({"type", "image_url", "detail"}),
     "input_image": frozenset({"type", "image_url", "detail", "file_id"}),
@@ -37,6 +38,13 @@ _DETAILS = ("auto", "low", "high", "original")
 _ADDRESS = re.compile(r"\s*(data:|\w+://)", re.IGNORECASE)
 _PLAIN_ALPHABET = str.maketrans("-_", "+/")
 _FIX = 'pass {"url": "data:image/png;base64,..."}'
+
+
+class Frame(NamedTuple):
+    """seconds: how long an animation shows the image; 0 where it does not say."""
+
+    image: Image.Image
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +68,11 @@ class OpenPicture:
         with picture._opened():
             return picture
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its file; 0 for one of PIL."""
+        return len(self.source) if isinstance(self.source, bytes) else 0
+
     def image(self) -> Image.Image:
         """Its first frame, upright, in RGB over white.
 
@@ -70,6 +83,18 @@ class OpenPicture:
                 found.seek(0)
                 found.load()
             return _upright(self.path, found)
+
+    def frames(self) -> Iterator[Frame]:
+        """Those of an animation, each as ``image`` has the first. Raises ConfigError likewise."""
+        with self._opened() as found:
+            for at in count():
+                try:
+                    found.seek(at)
+                except EOFError:
+                    return
+                found.load()
+                seconds = float(found.info.get("duration", 0)) / 1000
+                yield Frame(_upright(self.path, found), seconds)
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:
@@ -103,12 +128,20 @@ class PictureRules(NamedTuple):
 
     refusal: why the model reads none; None where it does. takes_files: whether a part may hold a
     path, or a picture of PIL: not one that came over a network. fetch: gives the bytes at another
-    address than ``data:``, or raises; None refuses them.
+    address than ``data:``, or raises; None refuses them. videos: why the model reads no videos;
+    None where it reads them.
     """
 
     refusal: str | None = "pictures are not read here"
     takes_files: bool = True
     fetch: FetchImage | None = None
+    videos: str | None = None
+
+    def require_read(self, path: str, kind: str, media: str) -> None:
+        """Raise ConfigError for a part of this type where the model reads text alone."""
+        if self.refusal is not None:
+            fix = f"this model reads text: {self.refusal}; leave {media} out"
+            raise ConfigError(f"{path}.type", kind, f"{fix}, or load a model that reads them")
 
     def read(self, path: str, part: Mapping[str, Any]) -> OpenPicture:
         """The picture of a part. Raises ConfigError that names its place in the messages."""
@@ -116,12 +149,13 @@ class PictureRules(NamedTuple):
         known = part.get("image")
         if kind == "image" and isinstance(known, OpenPicture):
             return known
-        if self.refusal is not None:
-            fix = f"this model reads text: {self.refusal}; leave pictures out"
-            raise ConfigError(f"{path}.type", kind, f"{fix}, or load a model that reads them")
+        self.require_read(path, kind, "pictures")
         require_known_fields(path, part, _OF_PART[kind] | {"cache_control"})
         if kind == "image":
-            return self._local(f"{path}.image", known)
+            if self.takes_files:
+                return self.frame(f"{path}.image", known)
+            fix = 'must come as {"type": "image_url", "image_url": {"url": "data:..."}}'
+            raise ConfigError(f"{path}.image", f"{known!r:.80}", fix)
         url, place = part.get("image_url"), f"{path}.image_url"
         if part.get("file_id") is not None:
             raise ConfigError(f"{path}.file_id", part["file_id"], f"no files are kept; {_FIX}")
@@ -147,14 +181,15 @@ class PictureRules(NamedTuple):
             raise ConfigError("fetch_image", type(found).__name__, "must return bytes")
         return bytes(found)
 
-    def _local(self, path: str, given: Any) -> OpenPicture:
+    def frame(self, path: str, given: Any) -> OpenPicture:
+        """What stands at an address, in a file or in a picture of PIL. Raises ConfigError."""
+        if isinstance(given, str) and _ADDRESS.match(given):
+            return OpenPicture.of(path, self._bytes_at(path, given))
         if not self.takes_files:
-            fix = 'must come as {"type": "image_url", "image_url": {"url": "data:..."}}'
+            fix = "must be an address: data:image/jpeg;base64,..."
             raise ConfigError(path, f"{given!r:.80}", fix)
         if isinstance(given, require_pillow().Image):
             return OpenPicture.of(path, given)
-        if isinstance(given, str) and _ADDRESS.match(given):
-            return OpenPicture.of(path, self._bytes_at(path, given))
         if not isinstance(given, str | Path):
             shown = type(given).__name__
             raise ConfigError(path, shown, "must be a picture of PIL, or the path of a file")
@@ -182,17 +217,17 @@ def path_within(folder: Path, address: str) -> str:
 
 
 def require_few(name: str, messages: Sequence[Any]) -> None:
-    """Raise ConfigError for a conversation of more pictures than ``MOST_PICTURES``.
+    """Raise ConfigError for a conversation of more pictures and videos than ``MOST_PICTURES``.
 
     name: of the messages. They may be of any interface, and nothing else of them is looked at.
     """
-    count = num_pictures(messages)
-    if count > MOST_PICTURES:
-        raise ConfigError(name, f"{count} pictures", f"at most {MOST_PICTURES} are read")
+    num = num_pictures(messages)
+    if num > MOST_PICTURES:
+        raise ConfigError(name, f"{num} pictures", f"at most {MOST_PICTURES} are read")
 
 
 def num_pictures(messages: Sequence[Any]) -> int:
-    """Of a conversation in any interface, whether they can be read or not."""
+    """And videos, of a conversation in any interface, whether they can be read or not."""
     return _count(messages, 4)  # a message, a result of a tool, and their contents
 
 
@@ -202,15 +237,18 @@ def _count(part: Any, depth: int) -> int:
     if not isinstance(part, Mapping):
         return 0
     kind = part.get("type")
-    is_picture = isinstance(kind, str) and kind in PICTURE_PARTS
+    is_picture = isinstance(kind, str) and kind in (*PICTURE_PARTS, *VIDEO_PARTS)
     return is_picture + sum(_count(part.get(name), depth) for name in ("content", "output"))
 
 
 def refuse_media(path: str, kind: str) -> None:
     """Raise ConfigError for sound and the like."""
     if kind in OTHER_MEDIA:
-        fix = "its frames as pictures" if kind in _VIDEOS else "text or pictures"
-        raise ConfigError(f"{path}.type", kind, f"no model reads this here: send {fix}")
+        if kind in VIDEO_PARTS:
+            fix = "this interface has no videos: send its frames as pictures"
+        else:
+            fix = "no model reads this here: send text or pictures"
+        raise ConfigError(f"{path}.type", kind, fix)
 
 
 def data_bytes(path: str, url: str) -> bytes:

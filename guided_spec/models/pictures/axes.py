@@ -20,7 +20,8 @@ class SlotAxes:
     """The positions of the texts in slots, on each axis: without pictures, those of the tokens.
 
     Keys, values and masks go by a token's index as ever. What comes after a prompt with pictures
-    goes on from its largest position, so that drafts, and what is taken back of them, need nothing.
+    goes on from its last position, so that drafts, and what is taken back of them, need nothing.
+    A video may have larger ones, and the ``generate`` of transformers goes on likewise.
 
     table: of the model. side: on which they are written, as ``Blocks.tables`` are.
 
@@ -50,7 +51,8 @@ class SlotAxes:
 
     @torch.inference_mode()
     def put(self, slot: int, prompt: Tensor | None, end: int | None = None) -> None:
-        """A text begins in the slot. prompt: int64 [3, P], of its prompt; None without pictures.
+        """A text begins in the slot. prompt: int64 [3, P], of one that ends with text; None without
+        pictures.
 
         end: where the last picture ends in it; None: with it.
         """
@@ -68,7 +70,7 @@ class SlotAxes:
                 own = prompt[:, : row.shape[1]].int()
                 own = own.pin_memory() if row.is_cuda and not own.is_cuda else own
                 row[:, : own.shape[1]].copy_(own, non_blocking=True)
-                shift = int(prompt.max()) + 1 - prompt.shape[1]
+                shift = int(prompt[0, -1]) + 1 - prompt.shape[1]
                 row[:, own.shape[1] :] = self._plain[own.shape[1] :] + shift
         self._side.join()
 

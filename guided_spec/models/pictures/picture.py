@@ -1,4 +1,4 @@
-"""A picture as a vision tower reads it, and a prompt that holds some."""
+"""A picture or a video as a vision tower reads it, and a prompt that holds some."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ class Sight(NamedTuple):
     """Whether and how a model reads pictures.
 
     refusal: why it does not, None where it does. placeholder: the token that stands for each row of
-    a picture. num_rows: of the table.
+    a picture. num_rows: of the table. video_placeholder: of a video; the same one in some models.
+    videos: why it reads no videos, None where it does.
     """
 
     refusal: str | None
     placeholder: int = -1
     num_rows: int = 0
+    video_placeholder: int = -1
+    videos: str | None = None
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """All tokens that stand for rows."""
+        if self.videos is not None or self.video_placeholder in (-1, self.placeholder):
+            return (self.placeholder,)
+        return (self.placeholder, self.video_placeholder)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Picture:
-    """What a processor made of one picture; equal to every picture of the same content.
+    """What a processor made of one picture or video; equal to every other of the same content.
 
     content: a digest of its pixels; ``inputs`` hold eight times as many bytes. count: tokens it
     takes. inputs: arrays by the names of the vision tower's arguments, in one piece each; none
@@ -41,7 +51,8 @@ class Picture:
 
     @classmethod
     def of(cls, pixels: bytes, inputs: Mapping[str, NDArray[Any]], count: int) -> Picture:
-        """The picture of a processor's arrays. pixels: all that these depend on."""
+        """The picture of a processor's arrays. pixels: all that these depend on, as a video's
+        frames and their rate do."""
         content = hashlib.blake2b(pixels, digest_size=16).digest()
         arrays = {name: np.asarray(array, order="C") for name, array in inputs.items()}
         return cls(content, count, arrays)
@@ -54,9 +65,10 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PicturePrompt:
-    """Token ids in which one token, the placeholder, stands wherever a row of a picture is read.
+    """Token ids in which a placeholder stands wherever a row of a picture is read.
 
-    pictures: in the order of the prompt. places: [N] the positions that stand for them.
+    pictures: and videos, in the order of the prompt. places: [N] the positions that stand for their
+    rows; text may be between those of one video.
     """
 
     token_ids: list[int]

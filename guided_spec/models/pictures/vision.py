@@ -73,6 +73,8 @@ _REASONS = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _AXES),
     "mllama": "its layers attend to pictures apart from the text",
 }
+_PIXELS_OF_VIDEO = "pixel_values_videos"  # where a processor does not make pictures of frames
+_OF_POSITIONS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _TABLES = ("Embedding", "Gemma3TextScaledWordEmbedding", "Gemma4TextScaledWordEmbedding")
 _TEXT_ALONE = (
     "gemma3_text",
@@ -127,7 +129,8 @@ def split_vision(model: PreTrainedModel, num_rows: int) -> SplitModel:
             raise
         return SplitModel(model, Sight(str(error)))  # its text is read all the same
     tower = VisionTower(model, family)
-    sight, rows = Sight(None, table.placeholder, num_rows), PictureRows(table, tower)
+    sight = Sight(None, table.placeholder, num_rows, tower.video_placeholder)
+    rows = PictureRows(table, tower)
     return SplitModel(language, sight, rows, tower if family.headed else None)
 
 
@@ -228,18 +231,31 @@ def _rows_of(level: Any) -> Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
+def _names_of(method: Any) -> set[str]:
+    """Of its arguments."""
+    return set(inspect.signature(method).parameters)
+
+
 class VisionTower:
-    """What a model makes of a picture; it keeps nothing."""
+    """What a model makes of a picture or a video; it keeps nothing."""
 
     def __init__(self, model: PreTrainedModel, family: _Family) -> None:
         self._model: Any = model
         self._family = family
         inner: Any = model.model
-        self._names = set(inspect.signature(inner.get_image_features).parameters)
-        self._takes_kinds = False
-        if family.headed:
-            names = inspect.signature(inner.get_rope_index).parameters
-            self._takes_kinds = "mm_token_type_ids" in names
+        self._names = _names_of(inner.get_image_features)
+        self._takes_videos = hasattr(inner, "get_video_features")
+        if self._takes_videos:
+            self._names |= _names_of(inner.get_video_features)
+        self._of_positions = _names_of(inner.get_rope_index) if family.headed else set[str]()
+
+    @property
+    def video_placeholder(self) -> int:
+        """The token that stands for each row of a video. Where a processor makes pictures of its
+        frames, theirs."""
+        config = self._model.config
+        own = config.video_token_id if self._takes_videos else None
+        return int(config.image_token_id if own is None else own)
 
     @torch.inference_mode()
     def features(self, picture: Picture) -> Tensor:
@@ -249,13 +265,17 @@ class VisionTower:
         """
         model = self._model
         with errors_naming(model, "its vision tower failed"):
-            found = model.get_image_features(**self._inputs(picture.inputs), return_dict=True)
+            is_video = _PIXELS_OF_VIDEO in picture.inputs
+            # The models of some families lack the first one, and what is in them has it.
+            read = model.model.get_video_features if is_video else model.get_image_features
+            found = read(**self._inputs(picture.inputs), return_dict=True)
             levels = [found.pooler_output]
             if self._family.is_deep:
                 levels += found.deepstack_features
             rows = torch.stack([_rows_of(level) for level in levels], 1)
         if len(rows) != picture.count:
-            counts = f"{len(rows)} rows for a picture of {picture.count} tokens"
+            media = "video" if is_video else "picture"
+            counts = f"{len(rows)} rows for a {media} of {picture.count} tokens"
             raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")
         return rows
 
@@ -264,13 +284,20 @@ class VisionTower:
         """int64 [3, P]: time, height and width of each token. Raises ModelError."""
         model, places = self._model.model, torch.tensor(prompt.places)
         ids = torch.tensor([prompt.token_ids])
-        grids = [torch.from_numpy(one.inputs["image_grid_thw"]) for one in prompt.pictures]
-        kinds = torch.zeros_like(ids).index_fill_(1, places, 1)
-        given = {"mm_token_type_ids": kinds} if self._takes_kinds else {}
+        counts = torch.tensor([one.count for one in prompt.pictures])
+        is_video = torch.tensor([_PIXELS_OF_VIDEO in one.inputs for one in prompt.pictures])
+        kinds = torch.zeros_like(ids)
+        kinds[0, places] = (1 + is_video.long()).repeat_interleave(counts)
+        given = {"mm_token_type_ids": kinds}
+        for name in _OF_POSITIONS:
+            found = [one.inputs[name] for one in prompt.pictures if name in one.inputs]
+            if found:
+                given[name] = torch.cat([torch.from_numpy(array) for array in found])
+        given = {name: given[name] for name in given.keys() & self._of_positions}
         with errors_naming(self._model, "its positions cannot be counted"):
-            found: Tensor
-            found, _ = model.get_rope_index(ids, image_grid_thw=torch.cat(grids), **given)
-        return found[:, 0]
+            positions: Tensor
+            positions, _ = model.get_rope_index(ids, **given)
+        return positions[:, 0]
 
     def _inputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
         inputs = {}
