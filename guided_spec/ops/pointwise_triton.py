@@ -17,6 +17,7 @@ from guided_spec.ops.attention.slot_attention import (
     Rotation,
     SlotIndex,
 )
+from guided_spec.ops.attention.slot_attention_triton import as_kept
 from guided_spec.ops.launch_triton import await_previous, launch
 
 RowNorm = tuple[Tensor, float, float | None]  # as of ``guided_spec.ops.pointwise``
@@ -357,10 +358,13 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
         tl.store(line + rest_at[None, :], out_rest, mask=is_rest & is_turned[:, None])
         is_kept = is_rest & (head >= first)[:, None]
         target_rest = target + rest_at[None, :]
+        out_rest = as_kept(out_rest, keys.dtype.element_ty)
         tl.store(keys + target_rest, out_rest, mask=is_kept & is_turned[:, None])
         tl.store(values + target_rest, out_rest, mask=is_kept & is_value[:, None])
     target += low_at
-    tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
-    tl.store(keys + target + gap, high_out.to(out), mask=kept & is_turned[:, None])
-    tl.store(values + target, low_out.to(out), mask=kept & is_value[:, None])
-    tl.store(values + target + gap, high_out.to(out), mask=kept & is_value[:, None])
+    low_out = as_kept(low_out.to(out), keys.dtype.element_ty)
+    high_out = as_kept(high_out.to(out), keys.dtype.element_ty)
+    tl.store(keys + target, low_out, mask=kept & is_turned[:, None])
+    tl.store(keys + target + gap, high_out, mask=kept & is_turned[:, None])
+    tl.store(values + target, low_out, mask=kept & is_value[:, None])
+    tl.store(values + target + gap, high_out, mask=kept & is_value[:, None])
