@@ -19,7 +19,7 @@ BUDGETS = {
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
     "models": 14_050,  # 3,015 more: latents, experts, MTP, pictures, norms, Mamba, int4, adapters
-    "ops": 9_000,  # 1,430 more: latent and two-way attention, experts, axes, norms, kernels, int4
+    "ops": 9_060,  # 1,490 more: latent and two-way attention, experts, axes, norms, int4, fp8 keys
     "proposers": 3_250,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models
     "trace": 810,  # 50 more: axes with numbers, thumbnails

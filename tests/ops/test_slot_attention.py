@@ -26,7 +26,6 @@ from guided_spec.ops.attention.slot_attention import (
 from tests.slot_lines import Case, Data, Span, cases, kept_positions, make
 from tests.tiers import examples
 
-
 KEPT = st.sampled_from([torch.float32, FP8])
 
 

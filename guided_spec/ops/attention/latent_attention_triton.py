@@ -250,9 +250,9 @@ def _turn(  # type: ignore[no-untyped-def] # noqa: PLR0913
     low = tl.load(source + from_low, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + from_high, mask=mask, other=0.0).to(tl.float32)
     to_low, to_high = (2 * at, 2 * at + 1) if WRITES else (at, at + HALF)
-    out, kept = source.dtype.element_ty, target.dtype.element_ty
-    tl.store(target + to_low, as_kept((low * cos - high * sin).to(out), kept), mask=mask)
-    tl.store(target + to_high, as_kept((high * cos + low * sin).to(out), kept), mask=mask)
+    out = source.dtype.element_ty
+    tl.store(target + to_low, as_kept((low * cos - high * sin).to(out), target), mask=mask)
+    tl.store(target + to_high, as_kept((high * cos + low * sin).to(out), target), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "max_length", "positions", "table_row"])  # type: ignore[untyped-decorator]
@@ -307,7 +307,7 @@ def _keep_latents(  # type: ignore[no-untyped-def] # noqa: PLR0913
         wide = states.to(tl.float32)
         root = tl.sqrt_rn(tl.sum(wide * wide, 0) / WIDTH + eps)
         normed = (wide * tl.div_rn(1.0, root)).to(states.dtype).to(tl.float32) * weight
-        normed = as_kept(normed.to(states.dtype), latents.dtype.element_ty)
+        normed = as_kept(normed.to(states.dtype), latents)
         is_used = tl.where(slot >= 0, 1, 0)  # an unused token keeps nothing
         tl.store(latents + kept_at * WIDTH + column, normed, mask=column < is_used * WIDTH)
         key, kept = packed + token * packed_token + WIDTH, at < is_used * half

@@ -27,13 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import (
-    FP8,
-    KeyValues,
-    SlotIndex,
-    Window,
-    window_code,
-)
+from guided_spec.ops.attention.slot_attention import FP8, KeyValues, SlotIndex, Window, window_code
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -241,12 +235,12 @@ FP8_MOST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
 @triton.jit  # type: ignore[untyped-decorator]
-def as_kept(states, kept: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``guided_spec.ops.attention.slot_attention.as_kept``, of a block and a dtype of Triton."""
-    if kept == tl.float8e4nv:
+def as_kept(states, buffer):  # type: ignore[no-untyped-def]
+    """``guided_spec.ops.attention.slot_attention.as_kept``, of states that go to this buffer."""
+    if buffer.dtype.element_ty == tl.float8e4nv:
         states = states.to(tl.float32)
         states = tl.clamp(states, -FP8_MOST, FP8_MOST, propagate_nan=tl.PropagateNan.ALL)
-    return states.to(kept)
+    return states.to(buffer.dtype.element_ty)
 
 
 VARYING = ["count", "num_rows", "num_groups", "max_length", "table_row", "halvings"]
@@ -287,10 +281,10 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     target = target[:, None] * WIDTH + column[None, :]
     source = token * key_token + head * key_head
     states = tl.load(key + source[:, None] + column[None, :], mask=mask)
-    tl.store(keys + target, as_kept(states, keys.dtype.element_ty), mask=mask)
+    tl.store(keys + target, as_kept(states, keys), mask=mask)
     source = token * value_token + head * value_head
     states = tl.load(value + source[:, None] + column[None, :], mask=mask)
-    tl.store(values + target, as_kept(states, values.dtype.element_ty), mask=mask)
+    tl.store(values + target, as_kept(states, values), mask=mask)
 
 
 @triton.jit
