@@ -105,6 +105,7 @@ def test_the_log_says_who_reads_long_prompts(
         blocks=SimpleNamespace(num_blocks=8),
         device=torch.device("cuda"),
         dtype=dtype,
+        kv_dtype=dtype,
         num_slots=2,
         runs_as="packed forwards",
     )
