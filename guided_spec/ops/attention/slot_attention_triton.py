@@ -234,7 +234,7 @@ FP8_MOST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def as_kept(states, buffer):  # type: ignore[no-untyped-def]
     """``guided_spec.ops.attention.slot_attention.as_kept``, of states that go to this buffer."""
     if buffer.dtype.element_ty == tl.float8e4nv:
