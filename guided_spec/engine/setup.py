@@ -86,9 +86,11 @@ _FOR_MEMORY = (
     "max_model_len for longer ones (there are fewer slots then, and requests queue), a smaller "
     "max_batch_size, or more kv_memory_bytes"
 )
+# What checkpoints call that they have scales: those of compressed-tensors, and of ModelOpt.
+_SCALED = ("kv_cache_scheme", "kv_cache_quant_algo")
 _WITHOUT_SCALES = (
-    "kv_dtype=%r: the checkpoint has a kv_cache_scheme, whose scales (k_scale, v_scale) are not "
-    "used: keys and values are rounded as they are"
+    "kv_dtype=%r: the checkpoint's scales of keys and values (k_scale, v_scale; %s) are not used: "
+    "these are rounded as they are, and limited to 448"
 )
 _FOR_ROPE = "after that its rotary embedding depends on the longest text of a batch"
 
@@ -235,9 +237,10 @@ def _in_fp8(form: PackedForm | None, model: PreTrainedModel, config: EngineConfi
         reason = f"{kind!r} runs by its stock modules, which keep them in the model's dtype"
     if form is None or reason:
         raise ConfigError("kv_dtype", config.kv_dtype, f"{reason}: pass kv_dtype='auto'")
-    stored = getattr(model.config, "quantization_config", None)
-    if isinstance(stored, dict) and stored.get("kv_cache_scheme"):
-        logger.warning(_WITHOUT_SCALES, config.kv_dtype)
+    stored: Any = getattr(model.config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    if found := [name for name in _SCALED if stored.get(name)]:
+        logger.warning(_WITHOUT_SCALES, config.kv_dtype, ", ".join(found))
     return form.in_fp8()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,15 +152,23 @@ def test_what_cannot_be_in_fp8_is_refused(name: str, options: dict[str, Any], re
         make_llm(name, "none", **given)
 
 
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "kv_cache_scheme"),
+        (SimpleNamespace(to_dict=lambda: {"kv_cache_quant_algo": "FP8"}), "kv_cache_quant_algo"),
+        ({"kv_cache_scheme": None}, ""),
+    ],
+)
 def test_scales_of_a_checkpoint_are_not_passed_over_in_silence(
-    caplog: pytest.LogCaptureFixture,
+    stored: Any, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = build("llama", vocab_size=403)
-    model.config.quantization_config = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-    for kv_dtype, is_said in (("auto", False), ("fp8", True)):
+    model: Any = tiny_model("llama")
+    monkeypatch.setattr(model.config, "quantization_config", stored, raising=False)
+    for kv_dtype, is_said in (("auto", False), ("fp8", bool(name))):
         caplog.clear()
         with make_llm(model, "none", kv_dtype=kv_dtype):
-            assert ("k_scale, v_scale" in caplog.text) == is_said
+            assert (f"(k_scale, v_scale; {name}) are not used" in caplog.text) == is_said
 
 
 def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
