@@ -76,6 +76,7 @@ CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
 # left to a draft model, which keeps as many tokens as the target does.
 CUDA_SHARE, SHARE_WITH_DRAFT_MODEL = 0.7, 0.5
+FP8_WITH_DRAFT_MODEL = 1 / 3  # whose tokens take twice the bytes of the target's: it keeps 16 bits
 LEAST_REST = 6 * 2**30  # bytes; or half of what there is
 
 LEAST_CONTEXT = 4096  # tokens; below that, longer texts are preferred to more slots
@@ -155,13 +156,11 @@ def plan_slots(
     probe = stock_lm(model, num_slots=1, max_length=1)
     budget = config.kv_memory_bytes
     if budget is None:
-        share = SHARE_WITH_DRAFT_MODEL if has_draft_model else CUDA_SHARE
+        with_draft = FP8_WITH_DRAFT_MODEL if config.kv_dtype == "fp8" else SHARE_WITH_DRAFT_MODEL
+        share = with_draft if has_draft_model else CUDA_SHARE
         budget = agree_on_least(_default_budget(torch.device(model.device), share), model)
     state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
-    token = probe.kv_bytes_per_token
-    if config.kv_dtype == "fp8" and isinstance(probe, SlotLM):
-        token = probe.kv_numbers_per_token
-    memory = _Memory(budget, token, state)
+    memory = _Memory(budget, _token_bytes(probe, config), state)
     text_config = model.config.get_text_config(decoder=True)
     own: int | None = getattr(text_config, "max_position_embeddings", None)
     most = largest_context(text_config)
@@ -184,6 +183,13 @@ def plan_slots(
     if shares_blocks:
         return memory.sharing(config.max_batch_size, length)
     return SlotPlan(min(config.max_batch_size, fitting), length)
+
+
+def _token_bytes(probe: SlotLM | TextLM, config: EngineConfig) -> int:
+    """Of the keys and values of one token: fp8 takes one a number."""
+    if config.kv_dtype == "fp8" and isinstance(probe, SlotLM):
+        return probe.kv_numbers_per_token
+    return probe.kv_bytes_per_token
 
 
 def _adapted(model: PreTrainedModel, options: Options) -> PreTrainedModel:
@@ -269,7 +275,7 @@ def _default_budget(device: torch.device, share: float) -> int:
     if device.type == "cuda":
         free_memory(device)
         free, _ = torch.cuda.mem_get_info(device)
-        return max(min(int(free * share), free - LEAST_REST), free // 2)
+        return max(min(int(free * share), free - LEAST_REST), int(free * min(share, 0.5)))
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
 
 
