@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Kernels = Literal["auto", "packed", "stock"]
 GrammarTables = Literal["auto", "always", "off"]
 Drafting = Literal["auto", "always"]
+KvDtype = Literal["auto", "fp8"]
 
 LARGEST_DRAFT = 64
 THREADS = "OMP_NUM_THREADS"  # of the environment: who sets it decides how many torch has
@@ -48,6 +49,11 @@ class EngineConfig:
         memory, or 0.7 of what is free on a CUDA device: half where that would leave less
         than 6 GiB, or where the draft is a model of its own. Where fewer slots than
         ``max_batch_size`` fit, requests queue.
+    kv_dtype: "auto" keeps keys and values in the model's dtype; "fp8" in float8_e4m3fn, without
+        scales: twice as many tokens as 16 bits in the same memory. Attention then reads rounded
+        numbers, so texts may be others than those of "auto" (docs/gpu.md). What draft heads and
+        draft models keep stays in their dtype. Needs the packed form, and on a GPU compute
+        capability 8.9: else ConfigError.
     compile_threads: grammars compiled at the same time.
     grammar_cache_bytes: what compiled grammars that may be asked for again take together; the least
         recently used goes first.
@@ -84,6 +90,7 @@ class EngineConfig:
     prefix_cache: bool = True
     picture_tokens: int = 8192
     kv_memory_bytes: int | None = None
+    kv_dtype: KvDtype = "auto"
     compile_threads: int = 2
     grammar_cache_bytes: int = 2**30
     grammar_backend: GrammarBackendName = "auto"
@@ -113,6 +120,7 @@ class EngineConfig:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
+        require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
         require_one_of("drafting", self.drafting, get_args(Drafting))
         require_one_of("grammar_tables", self.grammar_tables, get_args(GrammarTables))
         require_one_of("verifier", self.verifier, get_args(Verifier))

@@ -39,6 +39,7 @@ _ELSEWHERE = {
         "structured_outputs",
         "grammar_backend": "guided_decoding_backend",
         "integer": "int",
+        "kv_dtype": "cache_dtype kv_cache_dtype",
         "kv_memory_bytes": "gpu_memory_utilization",
         "lora": "adapter adapter_name lora_name lora_request",
         "loras": "adapters enable_lora lora_modules lora_paths",

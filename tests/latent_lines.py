@@ -35,6 +35,10 @@ class LatentData(NamedTuple):
         """One with buffers of its own."""
         return self._replace(buffers=KeyValues(*(buffer.clone() for buffer in self.buffers)))
 
+    def kept_in(self, dtype: torch.dtype) -> LatentData:
+        """One with buffers of this dtype, what they hold rounded."""
+        return self._replace(buffers=KeyValues(*(buffer.to(dtype) for buffer in self.buffers)))
+
 
 @st.composite
 def latent_cases(

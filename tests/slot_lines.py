@@ -72,6 +72,10 @@ class Data(NamedTuple):
         """One with buffers of its own."""
         return self._replace(buffers=KeyValues(*(buffer.clone() for buffer in self.buffers)))
 
+    def kept_in(self, dtype: torch.dtype) -> Data:
+        """One with buffers of this dtype, what they hold rounded."""
+        return self._replace(buffers=KeyValues(*(buffer.to(dtype) for buffer in self.buffers)))
+
     def to(self, target: torch.device | torch.dtype) -> Data:
         """A copy on a device, or of a dtype; the places have no dtype to change."""
         new = KeyValues(*(states.to(target) for states in self.new))

@@ -7,7 +7,7 @@ beside it what reading the weights takes that so many tokens need.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import torch
 import transformers
@@ -21,8 +21,9 @@ from benchmarks.kernels.device_time import graph_seconds, read_bandwidth, requir
 from benchmarks.kernels.lines import places_of
 from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
-from guided_spec.config import Kernels
+from guided_spec.config import Kernels, KvDtype
 from guided_spec.errors import ConfigError
+from guided_spec.kinds import require_one_of
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import LayerStates
 from guided_spec.models.packed_form import PackedForm
@@ -106,23 +107,26 @@ class Subject(NamedTuple):
 
 
 @torch.inference_mode()
-def main(
+def main(  # noqa: PLR0913 - options of a command
     names: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.")] = USUAL,
     batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
     tokens: Annotated[str, typer.Option(help="A row, separated by commas.")] = "1,6",
     context: Annotated[int, typer.Option(help="Tokens that each row holds.")] = 1000,
     layers: Annotated[int, typer.Option(help="Of each model.")] = 12,
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
+    kv_dtype: Annotated[str, typer.Option(help="Of keys and values: auto or fp8.")] = "auto",
 ) -> None:
     """Median milliseconds of a forward in bfloat16, by model, batch size and tokens a row."""
     place = require_graphs(device)
+    require_one_of("kv_dtype", kv_dtype, get_args(KvDtype))
     bandwidth = read_bandwidth(place)
     columns = ("model", "requests", "tokens", "forward ms", "weights read ms", "ratio")
     table = Table(*columns)
     for name in names.split(","):
         subject = _subject(name, layers, context + WIDEST, place)
         for batch in map(int, batch_sizes.split(",")):
-            memory = _memory(subject.form, batch, context)
+            form = subject.form.in_fp8() if kv_dtype == "fp8" else subject.form
+            memory = _memory(form, batch, context)
             for width in map(int, tokens.split(",")):
                 seconds = _forward(subject.form, memory, (batch, width), context)
                 floor = _bytes_read(subject.model, batch * width) / bandwidth
@@ -242,8 +246,8 @@ def _memory(form: PackedForm, batch: int, context: int) -> list[LayerStates]:
     memory = form.allocate(Blocks.full(batch, length, device), batch, WIDEST)
     for one in memory:
         if isinstance(one, KeyValues):
-            one.keys.normal_()
-            one.values.normal_()
+            for buffer in one:
+                buffer.copy_(torch.randn_like(buffer, dtype=torch.float32))  # fp8 has no normal_
         else:
             one.recent.normal_()
             one.extent.copy_(torch.tensor([context - STAYING, STAYING]))

@@ -59,6 +59,9 @@ class ModelOptions:
     kv_memory_bytes: Annotated[
         int | None, typer.Option(help="Memory for the KV cache. [by free memory]")
     ] = None
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of keys and values: auto, or fp8 for half the memory.")
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False

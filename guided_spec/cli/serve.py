@@ -83,7 +83,7 @@ def serve(
     otherwise.
     """
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
-    memory = ("max_batch_size", "max_model_len", "kv_memory_bytes")
+    memory = ("max_batch_size", "max_model_len", "kv_memory_bytes", "kv_dtype")
     arguments = {"proposer": proposer, **{name: getattr(load, name) for name in memory}}
     arguments["loras"] = read_loras(lora_modules) or None
     for name in arguments["loras"] or ():

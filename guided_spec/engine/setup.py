@@ -47,11 +47,12 @@ from guided_spec.models.gguf import find_gguf
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 from guided_spec.models.lora.adapted_model import with_adapters
-from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, CaptureWindow, bucket
-from guided_spec.models.packed_form import PackedForm, is_packed_on
+from guided_spec.models.packed_form import PACKED_DEVICES, PackedForm, is_packed_on
 from guided_spec.models.pictures.vision import split_vision
+from guided_spec.models.slot_lm import SlotLM
 from guided_spec.models.text_lm import TextLM
 from guided_spec.models.tokenizer import (
     TOKENIZER_CONFIG,
@@ -59,7 +60,9 @@ from guided_spec.models.tokenizer import (
     end_of_text_ids,
 )
 from guided_spec.ops.attention.flash_attention import DTYPES, is_installed
+from guided_spec.ops.attention.slot_attention import FP8
 from guided_spec.ops.host import free_memory
+from guided_spec.ops.linear.fp8_linear import can_read_fp8
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.warm_up import SAMPLINGS, Decisions, launch_all
 from guided_spec.proposers import (
@@ -73,6 +76,7 @@ CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 # Of what the weights left on a CUDA device: activations and graphs take the rest, and half of it is
 # left to a draft model, which keeps as many tokens as the target does.
 CUDA_SHARE, SHARE_WITH_DRAFT_MODEL = 0.7, 0.5
+FP8_WITH_DRAFT_MODEL = 1 / 3  # whose tokens take twice the bytes of the target's: it keeps 16 bits
 LEAST_REST = 6 * 2**30  # bytes; or half of what there is
 
 LEAST_CONTEXT = 4096  # tokens; below that, longer texts are preferred to more slots
@@ -82,6 +86,12 @@ _FOR_MEMORY = (
     "the KV cache may take %d bytes, for max_batch_size=%d texts of %d bytes a token. Pass "
     "max_model_len for longer ones (there are fewer slots then, and requests queue), a smaller "
     "max_batch_size, or more kv_memory_bytes"
+)
+# What checkpoints call that they have scales: those of compressed-tensors, and of ModelOpt.
+_SCALED = ("kv_cache_scheme", "kv_cache_quant_algo")
+_WITHOUT_SCALES = (
+    "kv_dtype=%r: the checkpoint's scales of keys and values (k_scale, v_scale; %s) are not used: "
+    "these are rounded as they are, and limited to 448"
 )
 _FOR_ROPE = "after that its rotary embedding depends on the longest text of a batch"
 
@@ -146,10 +156,11 @@ def plan_slots(
     probe = stock_lm(model, num_slots=1, max_length=1)
     budget = config.kv_memory_bytes
     if budget is None:
-        share = SHARE_WITH_DRAFT_MODEL if has_draft_model else CUDA_SHARE
+        with_draft = FP8_WITH_DRAFT_MODEL if config.kv_dtype == "fp8" else SHARE_WITH_DRAFT_MODEL
+        share = with_draft if has_draft_model else CUDA_SHARE
         budget = agree_on_least(_default_budget(torch.device(model.device), share), model)
     state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
-    memory = _Memory(budget, probe.kv_bytes_per_token, state)
+    memory = _Memory(budget, _token_bytes(probe, config), state)
     text_config = model.config.get_text_config(decoder=True)
     own: int | None = getattr(text_config, "max_position_embeddings", None)
     most = largest_context(text_config)
@@ -174,6 +185,13 @@ def plan_slots(
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
+def _token_bytes(probe: SlotLM | TextLM, config: EngineConfig) -> int:
+    """Of the keys and values of one token: fp8 takes one a number."""
+    if config.kv_dtype == "fp8" and isinstance(probe, SlotLM):
+        return probe.kv_numbers_per_token
+    return probe.kv_bytes_per_token
+
+
 def _adapted(model: PreTrainedModel, options: Options) -> PreTrainedModel:
     """The model with its adapters, if there are any. Raises ConfigError and ModelError."""
     loras = options.loras
@@ -193,6 +211,8 @@ def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWi
     if is_packed_on(model.device, config.kernels):
         plan = plan_texts(config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
+    if config.kv_dtype == "fp8":
+        form = _in_fp8(form, model, config)
     if form is None:
         plan = plan_texts(config)
     elif state_bytes := form.state_bytes(longest):
@@ -209,6 +229,25 @@ def _load_target(model: Any, draft: Any, config: EngineConfig, window: CaptureWi
         longest_draft=longest,
         window=window,
     )
+
+
+def _in_fp8(form: PackedForm | None, model: PreTrainedModel, config: EngineConfig) -> PackedForm:
+    """The form with keys and values in fp8. Raises ConfigError where that is not possible."""
+    device, reason = model.device, ""
+    if device.type not in PACKED_DEVICES or not is_packed_on(device, config.kernels):
+        reason = f"kernels={config.kernels!r} on {device.type} keeps them in the model's dtype"
+    elif device.type == "cuda" and not can_read_fp8(device.index or 0):
+        reason = "this GPU cannot convert fp8, which NVIDIA's do from compute capability 8.9 on"
+    elif form is None:
+        kind = model.config.model_type
+        reason = f"{kind!r} runs by its stock modules, which keep them in the model's dtype"
+    if form is None or reason:
+        raise ConfigError("kv_dtype", config.kv_dtype, f"{reason}: pass kv_dtype='auto'")
+    stored: Any = getattr(model.config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    if found := [name for name in _SCALED if stored.get(name)]:
+        logger.warning(_WITHOUT_SCALES, config.kv_dtype, ", ".join(found))
+    return form.in_fp8()
 
 
 def _default_length(most: int | None, memory: _Memory, num_slots: int) -> int:
@@ -236,7 +275,7 @@ def _default_budget(device: torch.device, share: float) -> int:
     if device.type == "cuda":
         free_memory(device)
         free, _ = torch.cuda.mem_get_info(device)
-        return max(min(int(free * share), free - LEAST_REST), free // 2)
+        return max(min(int(free * share), free - LEAST_REST), int(free * min(share, 0.5)))
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
 
 
@@ -355,7 +394,7 @@ def _about(engine: Engine, source: str, proposer: str) -> str:
     mebibytes = target.model.get_memory_footprint() / 2**20
     texts = f"{target.num_slots} slots of {target.max_length} tokens"
     if target.blocks is not None:
-        texts = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
+        texts = _blocks_of(target.blocks, target)
     dtype = str(target.dtype).removeprefix("torch.")
     where = f"device={str(target.device)!r}, dtype={dtype!r}"
     return f"{source!r}, proposer={proposer!r}, {where}: {mebibytes:,.0f} MiB of weights, {texts}"
@@ -376,12 +415,18 @@ def _describe(engine: Engine) -> str:
     graphs = "without graphs"
     if target.device.type == "cuda":
         graphs = "CUDA graphs" if config.capture else "CUDA graphs as steps need them"
-        if target.runs_as == PackedDecoder.runs_as and target.dtype in DTYPES and is_installed():
+        is_read = target.runs_as == PackedDecoder.runs_as and target.kv_dtype in DTYPES
+        if is_read and is_installed():
             graphs += ", long prompts by FlashAttention 3"
-    memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
+    memory = _blocks_of(target.blocks, target)
     least = engine.planner.turns.least
     turns = "" if least is None else f", halves of {least} texts take turns"
     return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}{turns}"
+
+
+def _blocks_of(blocks: Blocks, target: CausalLM) -> str:
+    kept = " in fp8" if target.kv_dtype == FP8 else ""
+    return f"{blocks.num_blocks} blocks of {BLOCK} tokens{kept} for {target.num_slots} texts"
 
 
 def _drafts_of(name: str, drafter: Proposer) -> str:

@@ -33,6 +33,7 @@ class CausalLM(Protocol):
 
     model: it is not changed, and may be shared by several of these (each keeps its own slots), not
         by threads. config: the model's. num_slots: texts at a time. max_length: tokens of a text.
+    kv_dtype: of keys and values.
     blocks: where keys and values are kept in blocks; else None.
     is_packed: whether it is a ``LineLM``. runs_as: what computes, in words.
     has_linear_state: whether going back needs ``save_states``.
@@ -52,6 +53,9 @@ class CausalLM(Protocol):
     vocab_size: int
     blocks: Blocks | None
     adapters: SlotAdapters | None
+
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
 
     @property
     def axes(self) -> SlotAxes | None: ...

@@ -75,6 +75,11 @@ class LineLM:
         return self._blocks.axes
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the keys and values, or latents, that are kept."""
+        return self._packed.key_values[0].keys.dtype
+
+    @property
     def runs_as(self) -> str:
         """What computes, in words."""
         return self._packed.runs_as

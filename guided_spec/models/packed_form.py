@@ -21,7 +21,7 @@ from guided_spec.models.slot_lm import stock_slots
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import StockSlots
-from guided_spec.ops.attention.slot_attention import KeyValues
+from guided_spec.ops.attention.slot_attention import FP8, KeyValues
 from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.kernels import has_triton
 
@@ -69,6 +69,11 @@ class PackedForm(NamedTuple):
         """[L]: memory in the blocks, and states of the slots; see ``DeltaStates``."""
         allocated = [None if one is None else blocks.allocate(*one) for one in self.layers]
         return _joined(allocated, self.decoder.states(num_slots, longest_draft))
+
+    def in_fp8(self) -> PackedForm:
+        """The same one, which keeps keys and values in fp8, or latents; states stay as they are."""
+        layers = (one and one._replace(like=one.like.to(FP8)) for one in self.layers)
+        return self._replace(layers=tuple(layers))
 
     def state_bytes(self, longest_draft: int) -> int:
         """Bytes of linear state of one slot; 0 where no layer keeps any."""

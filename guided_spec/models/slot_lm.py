@@ -37,6 +37,7 @@ class WithoutBlocks:
         self.num_slots, self.max_length = num_slots, max_length
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.kv_dtype = self.dtype
         self.vocab_size: int = self.config.get_text_config(decoder=True).vocab_size
 
     def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
@@ -103,6 +104,11 @@ class SlotLM(WithoutBlocks):
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token."""
         return self._slots.cache.bytes_per_token()
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers in the keys and values of one token: their bytes in fp8."""
+        return self._slots.cache.numbers_per_token()
 
     @property
     def state_bytes_per_slot(self) -> int:

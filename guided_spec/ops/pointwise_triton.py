@@ -17,6 +17,7 @@ from guided_spec.ops.attention.slot_attention import (
     Rotation,
     SlotIndex,
 )
+from guided_spec.ops.attention.slot_attention_triton import as_kept
 from guided_spec.ops.launch_triton import await_previous, launch
 
 RowNorm = tuple[Tensor, float, float | None]  # as of ``guided_spec.ops.pointwise``
@@ -350,17 +351,18 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
-    target = ((found.to(tl.int64) * keys_count + number) * block + position % block) * size
-    target = target[:, None]
+    target = ((found.to(tl.int64) * keys_count + number) * block + position % block)[:, None] * size
     if turned < size:
         out_rest = rest.to(out)
         tl.store(line + rest_at[None, :], out_rest, mask=is_rest & is_turned[:, None])
         is_kept = is_rest & (head >= first)[:, None]
         target_rest = target + rest_at[None, :]
+        out_rest = as_kept(out_rest, keys)
         tl.store(keys + target_rest, out_rest, mask=is_kept & is_turned[:, None])
         tl.store(values + target_rest, out_rest, mask=is_kept & is_value[:, None])
     target += low_at
-    tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
-    tl.store(keys + target + gap, high_out.to(out), mask=kept & is_turned[:, None])
-    tl.store(values + target, low_out.to(out), mask=kept & is_value[:, None])
-    tl.store(values + target + gap, high_out.to(out), mask=kept & is_value[:, None])
+    low_out, high_out = as_kept(low_out.to(out), keys), as_kept(high_out.to(out), keys)
+    tl.store(keys + target, low_out, mask=kept & is_turned[:, None])
+    tl.store(keys + target + gap, high_out, mask=kept & is_turned[:, None])
+    tl.store(values + target, low_out, mask=kept & is_value[:, None])
+    tl.store(values + target + gap, high_out, mask=kept & is_value[:, None])

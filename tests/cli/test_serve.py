@@ -41,10 +41,10 @@ def test_defaults(started: list[Any]) -> None:
 
 def test_options(started: list[Any]) -> None:
     given = ["--model", "a/b", "-k", "3", "--port", "0", "--max-queue", "0", "--body-seconds", "2"]
-    given += ["--kv-memory-bytes", "4096"]
+    given += ["--kv-memory-bytes", "4096", "--kv-dtype", "fp8"]
     assert serve(*given, GUIDED_SPEC_API_KEY="one two").exit_code == 0
     arguments, settings, _, sockets = started
-    assert arguments["kv_memory_bytes"] == 4096
+    assert (arguments["kv_memory_bytes"], arguments["kv_dtype"]) == (4096, "fp8")
     assert (arguments["model"], arguments["num_draft_tokens"], sockets) == ("a/b", 3, [0])
     expected: dict[str, Any] = {"model_names": ("a/b",), "api_keys": ("one", "two")}
     assert settings == ServerSettings(**expected, max_queue=0, body_seconds=2.0)

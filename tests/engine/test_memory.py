@@ -105,6 +105,7 @@ def test_the_log_says_who_reads_long_prompts(
         blocks=SimpleNamespace(num_blocks=8),
         device=torch.device("cuda"),
         dtype=dtype,
+        kv_dtype=dtype,
         num_slots=2,
         runs_as="packed forwards",
     )
@@ -154,7 +155,15 @@ def test_the_default_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("free", "share", "budget"),
-    [(70, 0.7, 49), (20, 0.7, 14), (18, 0.7, 12), (12, 0.7, 6), (7, 0.7, 3.5), (64, 0.5, 32)],
+    [
+        (70, 0.7, 49),
+        (20, 0.7, 14),
+        (18, 0.7, 12),
+        (12, 0.7, 6),
+        (7, 0.7, 3.5),
+        (64, 0.5, 32),
+        (6, 1 / 3, 2),
+    ],
 )
 def test_what_a_gpu_gives_by_default(
     monkeypatch: pytest.MonkeyPatch, free: int, share: float, budget: float
@@ -169,6 +178,26 @@ def test_what_a_gpu_gives_by_default(
         torch.cuda, "mem_get_info", lambda _: ((free - sum(kept)) * size, 80 * size)
     )
     assert memory._default_budget(torch.device("cuda"), share) == budget * size
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "has_draft_model", "share"),
+    [("auto", False, 0.7), ("fp8", False, 0.7), ("auto", True, 1 / 2), ("fp8", True, 1 / 3)],
+)
+def test_a_draft_model_has_memory_for_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, share: float, *, has_draft_model: bool
+) -> None:
+    """It keeps 16 bits, where the target may keep 8."""
+    asked: list[float] = []
+
+    def budget(_: torch.device, part: float) -> int:
+        asked.append(part)
+        return 10**6
+
+    monkeypatch.setattr(memory, "_default_budget", budget)
+    config = EngineConfig(max_model_len=LENGTH, kv_dtype=kv_dtype)
+    plan_slots(tiny_model("llama"), config, has_draft_model=has_draft_model)
+    assert asked == [share]
 
 
 def test_a_draft_model_is_told_from_a_head(tmp_path: Path) -> None:

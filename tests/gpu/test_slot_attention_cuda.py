@@ -46,9 +46,13 @@ def case(
 
 
 def compare(
-    given: Case, dtype: torch.dtype, width: int | None = None, view: int | None = None
+    given: Case,
+    dtype: torch.dtype,
+    width: int | None = None,
+    view: int | None = None,
+    kept_in: torch.dtype | None = None,
 ) -> None:
-    data = make(given, num_slots=len(given.spans) + 1).to(dtype)
+    data = make(given, num_slots=len(given.spans) + 1).to(dtype).kept_in(kept_in or dtype)
     data = data._replace(places=replace(data.places, width=width, view=view))
     device = data.to(CUDA)
     sinks = given.sinks()
@@ -60,7 +64,7 @@ def compare(
     torch.testing.assert_close(found.cpu()[used], expected[used], atol=tolerance, rtol=tolerance)
     kept = kept_positions(data.places, given.block)
     for got, wanted in zip(device.buffers, data.buffers, strict=True):
-        got, wanted = got.cpu().transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+        got, wanted = (one.cpu().float().transpose(1, 2)[kept] for one in (got, wanted))
         torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
 
 

@@ -19,11 +19,13 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from guided_spec.models.packed.layer import rotation_table
 from guided_spec.models.pictures.axes import split_by
 from guided_spec.ops.attention.slot_attention import (
+    FP8,
     HeadNorms,
     KeyValues,
     QkvShape,
     Rotation,
     SlotIndex,
+    store_keys_values,
 )
 from guided_spec.ops.pointwise import rotate_and_store
 from tests.ops.interpreted import run_interpreted
@@ -42,11 +44,16 @@ NOTHING: list[Span] = []
 
 COMPARE = """
 import torch
+from guided_spec.ops.attention.slot_attention import FP8
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.pointwise_triton import rotate_and_store as kernel
-from tests.ops.test_rotary import BLOCKS, NOTHING, SHAPES, SPANS, empty, make, norms_of
+from tests.ops.interpreted import round_to_fp8_as_devices_do
+from tests.ops.test_rotary import (
+    BLOCKS, NOTHING, SHAPES, SPANS, empty, make, norms_of, stored_again
+)
 from tests.slot_lines import kept_positions
 
+round_to_fp8_as_devices_do()
 for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, *norms_of(shape)):
@@ -62,6 +69,12 @@ for shape in SHAPES:
                 for found, wanted in zip(buffers, expected):
                     found, wanted = found.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
                     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+                in_fp8 = empty(shape, places, block, FP8)
+                packed = make(shape, spans, block, part=part, num_axes=num_axes).packed * 300
+                kernel(packed, rotation, shape, norms, in_fp8, places)
+                for found, wanted in zip(in_fp8, stored_again(packed, shape, places, block)):
+                    found, wanted = (one.float().transpose(1, 2)[kept] for one in (found, wanted))
+                    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 print("equal")
 """
 
@@ -104,9 +117,20 @@ def norms_of(shape: QkvShape) -> list[HeadNorms]:
     return [HeadNorms(query, key, 1e-6, come_after=after) for after in (False, True)]
 
 
-def empty(shape: QkvShape, places: SlotIndex, block: int = 4) -> KeyValues:
+def empty(
+    shape: QkvShape, places: SlotIndex, block: int = 4, dtype: torch.dtype = torch.float32
+) -> KeyValues:
     size = (int(places.tables.max()) + 1, shape.keys, block, shape.size)
-    return KeyValues(torch.zeros(size), torch.zeros(size))
+    return KeyValues(torch.zeros(size).to(dtype), torch.zeros(size).to(dtype))
+
+
+def stored_again(packed: Tensor, shape: QkvShape, places: SlotIndex, block: int) -> KeyValues:
+    """Buffers of fp8 with the keys and values of a packed projection that was rotated."""
+    heads = packed.unflatten(1, (-1, shape.size))
+    new = KeyValues(*heads[:, shape.stride * shape.queries :].chunk(2, 1))
+    buffers = empty(shape, places, block, FP8)
+    store_keys_values(new, buffers, places)
+    return buffers
 
 
 def norms_as(norm: str, shape: QkvShape) -> tuple[HeadNorms | None, list[Any]]:

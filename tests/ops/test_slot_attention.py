@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.attention.slot_attention import (
+    FP8,
     KeyValues,
     Window,
+    as_kept,
     slot_attention,
     store_keys_values,
 )
 from tests.slot_lines import Case, Data, Span, cases, kept_positions, make
 from tests.tiers import examples
+
+KEPT = st.sampled_from([torch.float32, FP8])
 
 
 def written_by_hand(case: Case, data: Data) -> KeyValues:
@@ -42,7 +47,7 @@ def text_of(case: Case, data: Data, buffer: Tensor, slot: int, seen: Sequence[in
     """[Hkv, L, D]: these positions of a slot, gathered one by one."""
     table = data.places.tables[slot]
     found = [buffer[table[at // case.block], :, at % case.block] for at in seen]
-    return torch.stack(found, 1)
+    return torch.stack([one.float() for one in found], 1)
 
 
 def attend_once(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
@@ -90,9 +95,9 @@ def attend(case: Case, data: Data) -> Tensor:
 
 
 @settings(max_examples=examples(60))
-@given(cases())
-def test_every_row_is_attention_over_its_own_text(case: Case) -> None:
-    data = make(case)
+@given(cases(), KEPT)
+def test_every_row_is_attention_over_its_own_text(case: Case, kept: torch.dtype) -> None:
+    data = make(case).kept_in(kept)
     expected, used = by_hand(case, data), is_used(data)
     found = attend(case, data)
     assert found.shape == data.query.shape
@@ -101,21 +106,45 @@ def test_every_row_is_attention_over_its_own_text(case: Case) -> None:
 
 
 @settings(max_examples=examples(60))
-@given(cases())
-def test_only_the_new_tokens_are_written(case: Case) -> None:
-    data = make(case)
+@given(cases(), KEPT)
+def test_only_the_new_tokens_are_written(case: Case, dtype: torch.dtype) -> None:
+    data = make(case).kept_in(dtype)
     expected, kept = written_by_hand(case, data), kept_positions(data.places, case.block)
     attended, stored = data.clone(), data.clone()
     found = attend(case, attended)
     store_keys_values(stored.new, stored.buffers, stored.places)
     for buffers in (attended.buffers, stored.buffers):
         for got, wanted in zip(buffers, expected, strict=True):
-            got, wanted = got.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+            got, wanted = (one.float().transpose(1, 2)[kept] for one in (got, wanted))
             torch.testing.assert_close(got, wanted, equal_nan=True, atol=0, rtol=0)
     # What is there already is read all the same.
     options: dict[str, Any] = {"scale": 0.3, "window": case.window, "sinks": case.sinks()}
     again = slot_attention(data.query, None, stored.buffers, data.places, **options)
     assert torch.equal(again, found)
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_fp8_keeps_the_nearest_number_that_it_has(numbers: list[float]) -> None:
+    """Of all 253, each sign of 0 for itself; NaN stays."""
+    known = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    known = known[known.isfinite()].double()
+    given = torch.tensor(numbers)
+    found = as_kept(given, FP8).double()
+    assert torch.equal(found.isnan(), given.isnan())
+    real = ~given.isnan()
+    aimed = given[real].double().clamp(-448, 448)
+    nearest = (aimed[:, None] - known).abs().amin(1)
+    assert torch.equal((aimed - found[real]).abs(), nearest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_keeps_large_keys_as_its_largest_number(dtype: torch.dtype) -> None:
+    data = make(Case(1, 2, 8, 9, 4, [Span(1, 2, 3)])).kept_in(FP8)
+    new = KeyValues(*((1e4 * states).to(dtype) for states in data.new))
+    store_keys_values(new, data.buffers, data.places)
+    kept = data.buffers.keys[data.places.tables[1, 0], 0, 2].float()
+    assert torch.equal(kept, 448 * new.keys[0, 0].float().sign())
 
 
 def test_the_sink_takes_what_does_not_fit() -> None:

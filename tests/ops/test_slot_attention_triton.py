@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings, strategies as st
-from guided_spec.ops.attention.slot_attention import Window, slot_attention as reference
+from guided_spec.ops.attention.slot_attention import FP8, KeyValues, Window
+from guided_spec.ops.attention.slot_attention import slot_attention as reference
 from guided_spec.ops.attention.slot_attention_triton import Tiling, choose_tiling, slot_attention
+from tests.ops.interpreted import round_to_fp8_as_devices_do
 from tests.slot_lines import SharedPrefix, Case, Span, cases, kept_positions, make
 
 TILINGS = [
@@ -43,20 +45,26 @@ SHARED = WHOLE_TILES._replace(
 )
 
 
+round_to_fp8_as_devices_do()
+
+
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)
-@example(WHOLE_TILES, torch.float16, False, TILINGS)
-@example(SHARED, torch.float16, False, TILINGS)
-@example(SHARED._replace(has_sinks=True), torch.float32, True, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=Window(3)), torch.float32, False, TILINGS[:3])
-@example(SHARED._replace(alike=(), window=CHUNK), torch.float32, False, TILINGS[:3])
+@example(WHOLE_TILES, torch.float16, None, False, TILINGS)
+@example(WHOLE_TILES, torch.float16, FP8, False, TILINGS)
+@example(SHARED, torch.float16, None, False, TILINGS)
+@example(SHARED._replace(has_sinks=True), torch.float32, None, True, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=Window(3)), torch.float32, None, False, TILINGS[:3])
+@example(SHARED._replace(alike=(), window=CHUNK), torch.float32, FP8, False, TILINGS[:3])
 @given(
     cases(70, [8, 16, 24, 48, 64]),
     st.sampled_from(list(TOLERANCE)),
+    st.sampled_from([None, FP8]),
     st.booleans(),
     st.lists(st.sampled_from(TILINGS), min_size=2, max_size=2),
 )
-def compare(case, dtype, is_stored, tilings):
+def compare(case, dtype, kept_in, is_stored, tilings):
     drawn = make(case).to(dtype)
+    drawn = drawn if kept_in is None else drawn.kept_in(kept_in)
     places = replace(drawn.places, width=3)
     options = dict(scale=0.3, window=case.window, sinks=case.sinks())
     kept, used = kept_positions(places, case.block), places.tokens[0] >= 0
@@ -70,11 +78,16 @@ def compare(case, dtype, is_stored, tilings):
         atol, rtol = TOLERANCE[dtype]
         torch.testing.assert_close(found[used], expected[used], atol=atol, rtol=rtol)
         for got, wanted in zip(ours.buffers, theirs.buffers):
-            got, wanted = got.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+            got, wanted = (one.float().transpose(1, 2)[kept] for one in (got, wanted))
             torch.testing.assert_close(got, wanted, equal_nan=True, atol=0, rtol=0)
 
 
 compare()
+data = make(WHOLE_TILES).kept_in(FP8)
+new = KeyValues(*(1e4 * states for states in data.new))
+slot_attention(data.query, new, data.buffers, data.places, scale=0.3)
+kept = data.buffers.keys[data.places.tables[1, 33 // 16], :, 33 % 16].float()
+assert torch.equal(kept, 448 * new.keys[0].sign())
 query = torch.zeros(6, 32, 128, dtype=torch.bfloat16)
 assert choose_tiling(query, 8, 6, 1152)[:3] == (32, 64, 32)
 assert choose_tiling(query, 8, 100, 1152)[:3] == (32, 64, 32)  # no row is wider than the line

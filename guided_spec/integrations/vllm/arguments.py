@@ -35,6 +35,7 @@ from guided_spec.kinds import did_you_mean
 RENAMED = {
     "data_parallel_size": "data_parallel_size",
     "dtype": "dtype",
+    "kv_dtype": "kv_cache_dtype",
     "kv_memory_bytes": "kv_cache_memory_bytes",
     "max_batch_size": "max_num_seqs",
     "max_model_len": "max_model_len",
@@ -72,6 +73,7 @@ _TAKEN = {theirs: ours for ours, theirs in RENAMED.items()} | {
     "spec_model": "draft",
     "spec_tokens": "num_draft_tokens",
 }
+_WIDER = ("kv_cache_dtype",)  # for which vLLM knows more values
 _TAKEN_OF_DRAFTS = {
     "method": "proposer",
     "model": "draft",
@@ -242,7 +244,7 @@ def _require_option(name: str, value: Any, theirs: Collection[str]) -> None:
 def _require_engine_option(name: str, value: Any, given: Collection[str]) -> None:
     """One that has another name here is passed by that; one of the same name only once."""
     ours = _TAKEN.get(name)
-    if ours is not None and (ours != name or ours in given):
+    if ours is not None and (ours in given or (ours != name and name not in _WIDER)):
         raise ConfigError(f"engine_options[{name!r}]", value, f"pass {ours}, outside of it")
 
 

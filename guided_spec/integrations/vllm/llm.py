@@ -422,8 +422,8 @@ PATCHES = (
     Patch("vllm.engine.arg_utils", "AsyncEngineArgs",
           attributes="model tokenizer revision trust_remote_code dtype max_model_len max_num_seqs"
           " max_num_batched_tokens enable_prefix_caching kv_cache_memory_bytes"
-          " tensor_parallel_size pipeline_parallel_size data_parallel_size speculative_config"
-          " structured_outputs_config"),
+          " kv_cache_dtype tensor_parallel_size pipeline_parallel_size data_parallel_size"
+          " speculative_config structured_outputs_config"),
     Patch("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args", "cls engine_args ..."),
     Patch("vllm.v1.engine.async_llm", "AsyncLLM.generate",
           "self prompt sampling_params request_id ..."),

@@ -356,6 +356,11 @@ class SlotCache(Cache):
         buffers = [buffer for layer in self._slotted for buffer in layer.buffers()]
         return sum(b.nbytes // (b.shape[0] * b.shape[-2]) for b in buffers)
 
+    def numbers_per_token(self) -> int:
+        """Numbers in the keys and values of one token; 0 before the first forward."""
+        buffers = [buffer for layer in self._slotted for buffer in layer.buffers()]
+        return sum(b.numel() // (b.shape[0] * b.shape[-2]) for b in buffers)
+
     def state_bytes(self) -> int:
         """Bytes of linear state of one slot; 0 before the first forward."""
         return sum(layer.nbytes for layer in self._linear) // self.num_slots

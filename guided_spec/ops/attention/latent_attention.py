@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.attention.slot_attention import KeyValues, Rotation, SeenRow, SlotIndex
+from guided_spec.ops.attention.slot_attention import (
+    KeyValues,
+    Rotation,
+    SeenRow,
+    SlotIndex,
+    store_keys_values,
+)
 from guided_spec.ops.kernels import has_triton, kernels_of
 
 
@@ -105,9 +111,7 @@ def keep_latents(  # noqa: PLR0913 - what is kept, how, and where
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + keys.eps)
     normed = keys.norm * wide.to(latent.dtype)
     both = _rotate(torch.cat([query, rotary.unsqueeze(1)], 1), keys, rotation, index)
-    blocks, within = index.stored(buffers.keys.shape[2])
-    for states, buffer in zip((normed, both[:, -1]), buffers, strict=True):
-        buffer[blocks, 0, within] = states.to(buffer.dtype)
+    store_keys_values(KeyValues(normed.unsqueeze(1), both[:, -1:]), buffers, index)
     return both[:, :-1].contiguous()
 
 

@@ -21,6 +21,8 @@ from guided_spec.ops.attention.slot_attention_triton import (
     VARYING,
     Parts,
     Tiling,
+    as_asked,
+    as_kept,
     combine,
     count_lines,
     offsets_of,
@@ -74,7 +76,7 @@ def latent_attention(
     output = query.latent.new_empty(query.latent.shape)
     if output.numel() == 0:
         return output
-    latent, rotary = (with_rows(part.to(buffers.keys.dtype)) for part in query)
+    latent, rotary = (with_rows(as_asked(part, buffers.keys)) for part in query)
     rows, tables = index.rows.contiguous(), index.tables
     num_rows, block, turned = rows.shape[1], buffers.keys.shape[2], rotary.shape[2]
     tile = _tiling(latent, index) if tiling is None else tiling
@@ -205,6 +207,7 @@ def _attend_latents(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             there = is_there[:, None]
             key = tl.load(keys + offset * TURNED + turn, mask=there & is_turn, other=0.0)
             latent = tl.load(latents + offset * WIDTH + column, mask=there & within, other=0.0)
+            key, latent = key.to(asked.dtype), latent.to(asked.dtype)
             scores = tl.dot(turned, tl.trans(key), input_precision="ieee")
             scores = tl.dot(asked, tl.trans(latent), scores, input_precision="ieee") * scale
             visible = seen_from(start + token, stored, is_there, 0)
@@ -247,9 +250,9 @@ def _turn(  # type: ignore[no-untyped-def] # noqa: PLR0913
     low = tl.load(source + from_low, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + from_high, mask=mask, other=0.0).to(tl.float32)
     to_low, to_high = (2 * at, 2 * at + 1) if WRITES else (at, at + HALF)
-    out = target.dtype.element_ty
-    tl.store(target + to_low, (low * cos - high * sin).to(out), mask=mask)
-    tl.store(target + to_high, (high * cos + low * sin).to(out), mask=mask)
+    out = source.dtype.element_ty
+    tl.store(target + to_low, as_kept((low * cos - high * sin).to(out), target), mask=mask)
+    tl.store(target + to_high, as_kept((high * cos + low * sin).to(out), target), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "max_length", "positions", "table_row"])  # type: ignore[untyped-decorator]
@@ -304,7 +307,7 @@ def _keep_latents(  # type: ignore[no-untyped-def] # noqa: PLR0913
         wide = states.to(tl.float32)
         root = tl.sqrt_rn(tl.sum(wide * wide, 0) / WIDTH + eps)
         normed = (wide * tl.div_rn(1.0, root)).to(states.dtype).to(tl.float32) * weight
-        normed = normed.to(latents.dtype.element_ty)
+        normed = as_kept(normed.to(states.dtype), latents)
         is_used = tl.where(slot >= 0, 1, 0)  # an unused token keeps nothing
         tl.store(latents + kept_at * WIDTH + column, normed, mask=column < is_used * WIDTH)
         key, kept = packed + token * packed_token + WIDTH, at < is_used * half

@@ -26,10 +26,13 @@ from guided_spec.ops.kernels import has_triton, kernels_of
 
 Position = TypeVar("Position", int, Tensor)
 MOST_IN_PLACE = 32  # queries of a head of keys; for more, torch's attention over a copy is faster
+FP8 = torch.float8_e4m3fn  # that keys and values may be kept in
 
 
 class KeyValues(NamedTuple):
     """Keys and values that belong together, of one dtype on one device.
+
+    Buffers may be float8_e4m3fn, whatever the dtype of new tokens; see ``as_kept``.
 
     Of new tokens: [N, Hkv, D] each, with any strides. Of a layer's buffers, which are contiguous:
     [num_blocks, Hkv, block, D], where ``block`` positions of a text lie together. Of latent
@@ -243,8 +246,8 @@ class SeenRow(NamedTuple):
         heads, block, width = buffer.shape[1:]
         # A head's part of a block is contiguous, so that a row of this view is one.
         parts = self.blocks * heads + torch.arange(heads, device=self.blocks.device).unsqueeze(1)
-        found = buffer.view(-1, block * width).index_select(0, parts.flatten())
-        found = found.view(heads, -1, width)
+        found = _movable(buffer).view(-1, block * width).index_select(0, parts.flatten())
+        found = found.view(buffer.dtype).view(heads, -1, width)
         before = self.positions.start // block * block
         return found[:, self.positions.start - before : self.positions.stop - before]
 
@@ -341,9 +344,9 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     """[N, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
 
     query: [N, Hq, D] float32, bfloat16 or float16, D up to 256. new: [N, Hkv, D] each, in the dtype
-        of the buffers; None where they are in the blocks already (``store_keys_values``). Hq is a
-        multiple of Hkv. buffers: the layer's; written to. index: see ``SlotIndex``. All on one
-        device.
+        of the buffers, or of ``query`` where these are fp8; None where they are in the blocks
+        already (``store_keys_values``). Hq is a multiple of Hkv. buffers: the layer's; written to.
+        index: see ``SlotIndex``. All on one device.
     scale: positive, multiplies the scores. window: the positions that a token sees; None: all.
     sinks: [Hq], a score of each head that takes its share of the softmax and adds nothing to the
         sum, as of gpt-oss (Xiao et al., "Efficient streaming language models with attention
@@ -385,7 +388,24 @@ def store_keys_values(new: KeyValues, buffers: KeyValues, index: SlotIndex) -> N
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
     blocks, within = index.stored(buffers.keys.shape[2])
     for states, buffer in zip(new, buffers, strict=True):
-        buffer[blocks, :, within] = states.to(buffer.dtype)
+        _movable(buffer)[blocks, :, within] = _movable(as_kept(states, buffer.dtype))
+
+
+def as_kept(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """New keys or values, of any shape, in the dtype of their buffer.
+
+    float8_e4m3fn takes numbers beyond its largest one, 448, as that one, with their sign; others go
+    to the nearest, ties to even, and NaN stays. There is no scale.
+    """
+    if dtype == FP8:  # by itself, torch makes NaN of larger numbers in some versions
+        most = torch.finfo(FP8).max
+        states = states.clamp(-most, most)
+    return states.to(dtype)
+
+
+def _movable(numbers: Tensor) -> Tensor:
+    """The same memory as torch can index it: not every operator knows fp8."""
+    return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers
 
 
 def _check(

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.attention.flash_attention import flash_attention, serves
-from guided_spec.ops.attention.slot_attention import KeyValues, SlotIndex, Window, window_code
+from guided_spec.ops.attention.slot_attention import FP8, KeyValues, SlotIndex, Window, window_code
 from guided_spec.ops.launch_triton import await_previous, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -135,7 +135,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, tokens = with_rows(query.to(keys.dtype)), index.tokens.contiguous()
+    query, tokens = with_rows(as_asked(query, keys)), index.tokens.contiguous()
     rows = index.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
@@ -220,12 +220,29 @@ def _tiles(
     return next(found), next(found)
 
 
+def as_asked(query: Tensor, keys: Tensor) -> Tensor:
+    """The queries in the dtype of products with these keys; fp8 is read as the queries' own."""
+    return query if keys.dtype == FP8 else query.to(keys.dtype)
+
+
 def with_rows(states: Tensor) -> Tensor:
     return states if states.stride(2) == 1 else states.contiguous()
 
 
+FP8_MOST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
+
+
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
+@triton.jit
+def as_kept(states, buffer):  # type: ignore[no-untyped-def]
+    """``guided_spec.ops.attention.slot_attention.as_kept``, of states that go to this buffer."""
+    if buffer.dtype.element_ty == tl.float8e4nv:
+        states = states.to(tl.float32)
+        states = tl.clamp(states, -FP8_MOST, FP8_MOST, propagate_nan=tl.PropagateNan.ALL)
+    return states.to(buffer.dtype.element_ty)
+
+
 VARYING = ["count", "num_rows", "num_groups", "max_length", "table_row", "halvings"]
 
 
@@ -264,10 +281,10 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     target = target[:, None] * WIDTH + column[None, :]
     source = token * key_token + head * key_head
     states = tl.load(key + source[:, None] + column[None, :], mask=mask)
-    tl.store(keys + target, states, mask=mask)
+    tl.store(keys + target, as_kept(states, keys), mask=mask)
     source = token * value_token + head * value_head
     states = tl.load(value + source[:, None] + column[None, :], mask=mask)
-    tl.store(values + target, states, mask=mask)
+    tl.store(values + target, as_kept(states, values), mask=mask)
 
 
 @triton.jit
@@ -432,12 +449,12 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             for first in range(low, whole, BLOCK):
                 found = tl.load(table + first // POSITIONS) * HEADS + tl.program_id(1)
                 offset = found * POSITIONS + first % POSITIONS
-                tiled = key_tiles.load([offset, 0])
+                tiled = key_tiles.load([offset, 0]).to(asked.dtype)
                 scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee")
                 higher = tl.maximum(top, tl.max(scores, 1) * scale)
                 probs, fade = tl.exp2(scores * scale - higher[:, None]), tl.exp2(top - higher)
                 total = total * fade + tl.sum(probs, 1)
-                tiled = value_tiles.load([offset, 0])
+                tiled = value_tiles.load([offset, 0]).to(asked.dtype)
                 probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
                 gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
                 top = higher
@@ -449,7 +466,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
                 there = there & within[None, :]
             offset = offsets_of(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
             offset = (offset * WIDTH)[:, None] + column
-            tiled = tl.load(keys + offset, mask=there, other=0.0)
+            tiled = tl.load(keys + offset, mask=there, other=0.0).to(asked.dtype)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
             visible = seen_from(start + token, stored, is_there, WINDOW)
             scores = tl.where(visible, scores, -1e30)
@@ -457,7 +474,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
             fade = tl.exp2(top - higher)
             total = total * fade + tl.sum(probs, 1)
-            tiled = tl.load(values + offset, mask=there, other=0.0)
+            tiled = tl.load(values + offset, mask=there, other=0.0).to(asked.dtype)
             probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
             gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
             top = higher

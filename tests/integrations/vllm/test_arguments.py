@@ -70,6 +70,7 @@ def test_names_of_vllm() -> None:
         prefill_tokens=128,
         prefix_cache=False,
         kv_memory_bytes=2**30,
+        kv_dtype="fp8",
         tensor_parallel_size=4,
         dtype=torch.bfloat16,
         revision=None,
@@ -84,6 +85,7 @@ def test_names_of_vllm() -> None:
         "max_num_batched_tokens": 128,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 2**30,
+        "kv_cache_dtype": "fp8",
         "tensor_parallel_size": 4,
         "dtype": "bfloat16",
         "quantization": "fp8",
@@ -94,6 +96,13 @@ def test_names_of_vllm() -> None:
     assert found.features == ("counts", "drafts", "endings", "forced", "graphs", "tables")
     assert found.proposer == "chain:grammar_forced+eagle3"
     assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
+
+
+def test_dtypes_of_keys_that_vllm_alone_has() -> None:
+    wider = {"kv_cache_dtype": "fp8_e5m2"}
+    assert read(engine_options=wider).engine["kv_cache_dtype"] == "fp8_e5m2"
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype'\]='fp8_e5m2': pass kv_dtype"):
+        read(engine_options=wider, kv_dtype="fp8")
 
 
 def test_proposers() -> None:
