@@ -161,7 +161,9 @@ class Intake:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         last = self.pictures.num_read + PICTURES_AT_ONCE
-        for request in self.scheduler.ready():
+        ready = self.scheduler.ready()
+        self.pictures.read_ahead(ready, self._most_pictures(last))
+        for request in ready:
             if not self.model.has_blocks(len(request.text.tokens) + self.longest_draft):
                 break  # else it would read its prompt, and go back to the queue
             if self._bind(request):
@@ -201,15 +203,17 @@ class Intake:
 
         last: the number of the picture after which texts that run go on before others are read.
         """
-        left = max(0, last - self.pictures.num_read)
-        most = left if self.scheduler.num_running else None
         try:
-            return self.pictures.place(request, most)
+            return self.pictures.place(request, self._most_pictures(last))
         except GuidedSpecError as error:
             self.scheduler.end(request, error)
         except Exception as error:  # of the vision tower; it concerns this request alone
             self.scheduler.end(request, ModelError(f"its pictures cannot be read: {error!r}"))
         return True
+
+    def _most_pictures(self, last: int) -> int | None:
+        """How many may be read now, see ``_place_pictures``; None: any number, for nobody waits."""
+        return max(0, last - self.pictures.num_read) if self.scheduler.num_running else None
 
     def _grammars(self) -> list[Future[CompiledGrammar]]:
         jobs = [request.job for request in self.scheduler]

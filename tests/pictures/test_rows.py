@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ModelError, PromptError
+from guided_spec.models.pictures import picture as picture_module
 from guided_spec.models.pictures.embedding import PictureEmbedding
-from guided_spec.models.pictures.picture import Picture, PicturePrompt, TextAfter
+from guided_spec.models.pictures.picture import Picture, PictureBatch, PicturePrompt, TextAfter
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.pictures.vision import VisionTower, split_vision
 from guided_spec.models.slot_lm import SlotLM
@@ -30,11 +31,13 @@ VOCAB, WIDTH = 6, 3
 class Tower:
     """Rows of a picture's own number; refuses number 9."""
 
-    def features(self, picture: Picture) -> Tensor:
-        number = float(picture.inputs["number"])
-        if number == 9:
+    def features(self, batch: PictureBatch) -> list[Tensor]:
+        numbers = batch.inputs["number"].tolist()
+        if 9 in numbers:
             raise ModelError("no such picture")
-        return torch.full((picture.count, 1, WIDTH), number)
+        counts = [one.count for one in batch.pictures]
+        made = zip(counts, numbers, strict=True)
+        return [torch.full((count, 1, WIDTH), float(number)) for count, number in made]
 
 
 def made(num_rows: int) -> tuple[PictureEmbedding, PictureRows]:
@@ -43,7 +46,7 @@ def made(num_rows: int) -> tuple[PictureEmbedding, PictureRows]:
 
 
 def numbered(number: int) -> Picture:
-    return Picture.of(str(number).encode(), {"number": np.array(number)}, 1 + number % 3)
+    return Picture.of(str(number).encode(), {"number": np.array([number])}, 1 + number % 3)
 
 
 @settings(deadline=None)
@@ -75,7 +78,7 @@ def test_rows_are_a_pictures_own_while_a_text_holds_them(
                 assert len(own) == one.count
                 assert set(own) <= set(range(VOCAB, VOCAB + num_rows))
                 found = table(torch.tensor(own))
-                assert (found == float(one.inputs["number"])).all()
+                assert (found == float(one.inputs["number"][0])).all()
         if held and dice.random() < 0.5:
             rows.release(held.pop(dice.randrange(len(held)))[0])
     for pictures, _ in held:
@@ -195,7 +198,7 @@ def test_pictures_are_read_a_few_at_a_time(
         assert ids is not None
         assert rows.num_read - before <= len({*numbers})
         for one, own in zip(pictures, ids, strict=True):
-            assert (table(torch.tensor(own)) == float(one.inputs["number"])).all()
+            assert (table(torch.tensor(own)) == float(one.inputs["number"][0])).all()
         rows.release(pictures)
 
 
@@ -203,9 +206,9 @@ def test_texts_go_on_while_pictures_are_read(monkeypatch: pytest.MonkeyPatch) ->
     one, seen = sighted("llava"), list[str]()
     features, forward = VisionTower.features, SlotLM.forward
 
-    def read(self: VisionTower, given_: Picture) -> Tensor:
+    def read(self: VisionTower, batch: PictureBatch) -> list[Tensor]:
         seen.append("read")
-        return features(self, given_)
+        return features(self, batch)
 
     def step(self: SlotLM, *args: Any, **options: Any) -> Any:
         seen.append("step")
@@ -258,10 +261,10 @@ def test_cancelled_requests_give_their_rows_back() -> None:
 def test_a_tower_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     one, features = sighted("llava"), VisionTower.features
 
-    def fails(self: VisionTower, given: Picture) -> Tensor:
-        if given == victim:
+    def fails(self: VisionTower, batch: PictureBatch) -> list[Tensor]:
+        if victim in batch.pictures:
             raise RuntimeError("out of luck")
-        return features(self, given)
+        return features(self, batch)
 
     monkeypatch.setattr(VisionTower, "features", fails)
     with one.llm() as llm:
@@ -273,6 +276,44 @@ def test_a_tower_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPat
     assert [error is None for error in errors] == [True, False, True]
     assert "its pictures cannot be read: RuntimeError('out of luck')" in str(errors[1])
     assert found[2].completions[0].token_ids == again == one.expected(ask(picture(6), LONG), LENGTH)
+
+
+def test_pictures_of_several_requests_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one shape of arrays; each is read once, and none that has no room."""
+    one, features, read = sighted("internvl"), VisionTower.features, list[int]()
+
+    def noted(self: VisionTower, batch: PictureBatch) -> list[Tensor]:
+        read.append(len(batch.pictures))
+        return features(self, batch)
+
+    monkeypatch.setattr(VisionTower, "features", noted)
+    seeds = ([1], [2, 3], [3], [4, 1])
+    prompts = [ask(*(picture(seed) for seed in each), LONG) for each in seeds]
+    with one.llm() as llm:
+        found = texts(llm, prompts)
+    assert found == [one.expected(prompt, LENGTH) for prompt in prompts]
+    assert sum(read) == 4
+    assert max(read) > 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([2, 3])), max_size=9), st.integers(0))
+def test_batches_hold_pictures_of_one_form(sizes: list[tuple[int, int]], seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    made = [
+        Picture.of(bytes([at]), {"a": dice.random((n, width)), "n": np.array([n])}, n)
+        for at, (n, width) in enumerate(sizes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture_module, "MOST_BYTES", 5 * 3 * 8)
+        batches = list(PictureBatch.each(made))
+    assert sorted(one.content for batch in batches for one in batch.pictures) == sorted(
+        one.content for one in made
+    )
+    for batch in batches:
+        arrays = [one.inputs["a"] for one in batch.pictures]
+        assert np.array_equal(batch.inputs["a"], np.concatenate(arrays))
+        assert batch.inputs["n"].tolist() == [len(array) for array in arrays]
+        assert len(arrays) == 1 or sum(array.nbytes for array in arrays) <= 5 * 3 * 8
 
 
 @pytest.mark.parametrize(

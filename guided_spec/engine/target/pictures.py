@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -57,6 +58,20 @@ class PicturePlaces:
     def num_read(self) -> int:
         """Pictures that the vision tower has read."""
         return 0 if self.rows is None else self.rows.num_read
+
+    def read_ahead(self, requests: Iterable[Request], most: int | None) -> None:
+        """Read the pictures of several requests together, where there is room; see ``place``.
+
+        What cannot be read is left to the request whose it is.
+        """
+        if self.rows is None:
+            return
+        waiting = [one.job.pictures for one in requests if not one.has_pictures_placed]
+        prompts = [prompt for prompt in waiting if prompt is not None]
+        if len(prompts) < 2:
+            return
+        with suppress(Exception):  # towers raise nearly every class; it is raised again for its own
+            self.rows.read_ahead((one for prompt in prompts for one in prompt.pictures), most)
 
     def place(self, request: Request, most: int | None = None) -> bool:
         """Whether it has rows for all its pictures; False where it has to be asked for again.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _OFFSET_BITS = 24  # a picture has fewer tokens
+MOST_BYTES = 2**27  # of the arrays that a vision tower reads at a time, or one picture's
 
 
 class Sight(NamedTuple):
@@ -61,6 +62,41 @@ class Picture:
         """A number for each of its tokens that no other picture's token has, and no word's."""
         first = int.from_bytes(self.content) << _OFFSET_BITS
         return (-1 - first - at for at in range(self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class PictureBatch:
+    """Pictures that a vision tower reads together. inputs: theirs, concatenated."""
+
+    pictures: tuple[Picture, ...]
+    inputs: dict[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, pictures: Sequence[Picture]) -> PictureBatch:
+        """Of pictures whose arrays differ in their first dimension alone."""
+        first = pictures[0].inputs
+        if len(pictures) == 1:
+            return cls(tuple(pictures), first)
+        joined = {name: np.concatenate([one.inputs[name] for one in pictures]) for name in first}
+        return cls(tuple(pictures), joined)
+
+    @classmethod
+    def each(cls, pictures: Sequence[Picture]) -> Iterator[PictureBatch]:
+        """All of them, in their order of forms, in batches of up to ``MOST_BYTES``."""
+        by_form: dict[Any, list[Picture]] = {}
+        for one in pictures:
+            shapes = [(name, a.dtype.str, a.shape[1:]) for name, a in sorted(one.inputs.items())]
+            by_form.setdefault(tuple(shapes), []).append(one)
+        for alike in by_form.values():
+            batch, size = list[Picture](), 0
+            for one in alike:
+                own = sum(array.nbytes for array in one.inputs.values())
+                if batch and size + own > MOST_BYTES:
+                    yield cls.of(batch)
+                    batch, size = [], 0
+                batch.append(one)
+                size += own
+            yield cls.of(batch)
 
 
 @dataclass(frozen=True, slots=True)

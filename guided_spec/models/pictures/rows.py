@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from guided_spec.models.pictures.embedding import PictureEmbedding
-from guided_spec.models.pictures.picture import Picture
+from guided_spec.models.pictures.picture import Picture, PictureBatch
 
 
 class ReadsPictures(Protocol):
     """A vision tower, with what brings its features to the width of the embedding."""
 
-    def features(self, picture: Picture) -> Tensor:
-        """[picture.count, 1 + D, H], see ``PictureEmbedding``. Raises ModelError."""
+    def features(self, batch: PictureBatch) -> list[Tensor]:
+        """Of each [picture.count, 1 + D, H], see ``PictureEmbedding``. Raises ModelError."""
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class _Held:
 class PictureRows:
     """Reads each picture once, and keeps its features while a text uses them and there is room.
 
-    Rows that nobody uses stay until others need them; the least recently used go first. A text
-    holds its rows until it has ended, so that an id means one picture for all of its life. Used by
-    one thread.
+    Several are read together. Rows that nobody uses stay until others need them; the least recently
+    used go first. A text holds its rows until it has ended, so that an id means one picture for all
+    of its life. Used by one thread.
     """
 
     def __init__(self, embedding: PictureEmbedding, vision: ReadsPictures) -> None:
@@ -70,8 +70,7 @@ class PictureRows:
             return None
         for content in asked.keys() & self._held.keys():
             self._held.move_to_end(content)  # so that none of them makes room for another
-        for one in missing[:most]:
-            self._read(one)
+        self._read(missing[:most])
         if most is not None and len(missing) > most:
             return None
         for content in asked:
@@ -79,13 +78,31 @@ class PictureRows:
         first = self._embedding.num_tokens
         return [[first + row for row in self._held[one.content].rows] for one in pictures]
 
+    def read_ahead(self, pictures: Iterable[Picture], most: int | None = None) -> None:
+        """Read pictures of several texts together, as far as rows are free for those in front.
+
+        most: as of ``take``, which finds them. Raises what the vision tower raises.
+        """
+        missing, left = list[Picture](), len(self._free)
+        for one in dict.fromkeys(pictures):
+            if not self.holds(one.content):
+                left -= one.count
+                if left < 0:
+                    break
+                missing.append(one)
+        self._read(missing[:most])
+
     def release(self, pictures: Sequence[Picture]) -> None:
         """A text that took these has ended."""
         for content in {one.content for one in pictures}:
             self._held[content].users -= 1
 
-    def _read(self, picture: Picture) -> None:
-        features = self._vision.features(picture)
+    def _read(self, pictures: Sequence[Picture]) -> None:
+        for batch in PictureBatch.each(pictures):
+            for one, features in zip(batch.pictures, self._vision.features(batch), strict=True):
+                self._write(one, features)
+
+    def _write(self, picture: Picture, features: Tensor) -> None:
         while len(self._free) < picture.count:
             oldest = next(key for key, held in self._held.items() if not held.users)
             self._free += self._held.pop(oldest).rows

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import MaskBuilder
 from guided_spec.models.pictures.embedding import PictureEmbedding, SeesAhead, WithoutPictures
-from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
+from guided_spec.models.pictures.picture import PictureBatch, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import read_layers
@@ -258,26 +258,26 @@ class VisionTower:
         return int(config.image_token_id if own is None else own)
 
     @torch.inference_mode()
-    def features(self, picture: Picture) -> Tensor:
-        """[picture.count, 1 + D, H], see ``PictureEmbedding``.
+    def features(self, batch: PictureBatch) -> list[Tensor]:
+        """Of each picture [picture.count, 1 + D, H], see ``PictureEmbedding``.
 
         Raises ModelError, also where the processor is another model's.
         """
-        model = self._model
+        model, counts = self._model, [one.count for one in batch.pictures]
         with errors_naming(model, "its vision tower failed"):
-            is_video = _PIXELS_OF_VIDEO in picture.inputs
+            is_video = _PIXELS_OF_VIDEO in batch.inputs
             # The models of some families lack the first one, and what is in them has it.
             read = model.model.get_video_features if is_video else model.get_image_features
-            found = read(**self._inputs(picture.inputs), return_dict=True)
+            found = read(**self._inputs(batch.inputs), return_dict=True)
             levels = [found.pooler_output]
             if self._family.is_deep:
                 levels += found.deepstack_features
             rows = torch.stack([_rows_of(level) for level in levels], 1)
-        if len(rows) != picture.count:
+        if len(rows) != sum(counts):
             media = "video" if is_video else "picture"
-            counts = f"{len(rows)} rows for a {media} of {picture.count} tokens"
-            raise ModelError(f"the vision tower gave {counts}: pass the model's own processor")
-        return rows
+            shown = f"{len(rows)} rows for a {media} of {' + '.join(map(str, counts))} tokens"
+            raise ModelError(f"the vision tower gave {shown}: pass the model's own processor")
+        return list(rows.split(counts))
 
     @torch.inference_mode()
     def positions(self, prompt: PicturePrompt) -> Tensor:
