@@ -113,7 +113,8 @@ def test_graphs_of_many_kinds_are_captured_at_the_start(name: str, tmp_path: Pat
         model = load_model(tmp_path, dtype="bfloat16")
     given = cast(Any, model).to(CUDA, None if name == "fp8" else torch.bfloat16)
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with LLM(given, "ngram", tokenizer=tokenizer, max_model_len=256, max_batch_size=4) as llm:
+    own = {"tokenizer": tokenizer, "stop_token_ids": [tokenizer.eos_token_id]}  # GLM's are others
+    with LLM(given, "ngram", max_model_len=256, max_batch_size=4, **own) as llm:
         outputs = llm.generate(["a b c a b c", "1 2 3"], params)
     assert all(output.error is None for output in outputs)
 
@@ -208,6 +209,9 @@ def test_forwards_of_one_size_share_a_graph(name: str) -> None:
 def test_many_experts_in_half_precision(name: str) -> None:
     """Those of a prompt go through torch's grouped product, which other dtypes do not have."""
     model = cast(Any, build_wide(name)).to(CUDA)
+    for key, weight in model.named_parameters():
+        if key.endswith((".gate.weight", ".router.weight")):
+            weight.data.mul_(8)  # else rounding takes most tokens of a trial to other experts
     model = model.bfloat16()
     lm = make_causal_lm(model, num_slots=2, max_length=130)
     assert lm.is_packed
