@@ -18,8 +18,8 @@ BUDGETS = {
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_680,  # 3,645 more: latents, experts, MTP, pictures, videos, Mamba, int4, new heads
-    "ops": 9_060,  # 1,490 more: latent and two-way attention, experts, axes, norms, kernels, int4
+    "models": 14_790,  # 3,755 more: latents, experts, MTP, pictures, videos, Mamba, int4, heads
+    "ops": 9_070,  # 1,500 more: latent and two-way attention, experts, axes, norms, kernels, int4
     "proposers": 3_260,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models
     "trace": 810,  # 50 more: axes with numbers, thumbnails
