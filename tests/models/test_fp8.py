@@ -21,7 +21,7 @@ from guided_spec.models.loading import load_model
 from guided_spec.models.quantized import fp8
 from guided_spec.models.quantized.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.ops.linear.experts import Gating, close_experts, open_experts, route
-from guided_spec.ops.linear.fp8_linear import FP8, scales_shape
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, scales_shape
 from guided_spec.types import SamplingParams
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.speculation import generate_alone, greedy_texts, prompts_of
@@ -168,7 +168,9 @@ def test_both_ways_of_a_device_give_the_same(form: str, tmp_path: Path) -> None:
     opening, closing = experts.projection("gate_up_proj"), experts.projection("down_proj")
     opened = open_experts(states, routes.experts, opening, Gating())
     few = close_experts(opened, routes, closing)
-    many = fp8._grouped(states, routes, opening, closing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fp8Weight, "of", None)  # it would wait for the device
+        many = fp8._grouped(states, routes, opening, closing)
     for found in (few, many):
         torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
 
@@ -220,8 +222,25 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     message = r"one without the other at 'model.layers.1.mlp.up_proj'; the checkpoint is broken"
     with pytest.raises(ModelError, match=message):
         load_model(tmp_path, device="cpu")
+    rewrite(tmp_path, {**stored, name: torch.full((4, 2), torch.nan)})
+    message = "layers.1.mlp.up_proj: scales='NaN or infinite': must be numbers: get"
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, device="cpu")
     rewrite(tmp_path, {**stored, name: torch.ones(3, 2)})
     message = r"model.layers.1.mlp.up_proj: scales=\(3, 2\): must be \(4, 2\) for blocks \(16, 24\)"
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_an_expert_that_is_broken_is_named(part: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, make("qwen3_moe"), FORMS["small blocks"], with_experts=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.2.mlp.experts.1.{part}.weight"
+    whole = stored[name].float()
+    whole[0, 1] = torch.nan
+    rewrite(tmp_path, {**stored, name: whole.to(FP8)})
+    message = f"model.layers.2.mlp.experts: 1.{part}.values='NaN': must be numbers"
     with pytest.raises(ModelError, match=message):
         load_model(tmp_path, device="cpu")
 

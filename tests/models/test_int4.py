@@ -207,6 +207,18 @@ BROKEN: dict[str, tuple[str, str, Tensor | None, str]] = {
         torch.tensor([-1] + [0] * 31 + [1] * 32),
         rf"{LAYER}: g_idx='groups \[-1, 0, 1\]': must have 32 inputs of each group",
     ),
+    "scales that are no numbers": (
+        "awq",
+        "scales",
+        torch.full((2, 96), torch.nan),
+        rf"{LAYER}: scales='NaN or infinite': must be numbers",
+    ),
+    "infinite scales": (
+        "compressed groups",
+        "weight_scale",
+        torch.full((96, 2), -torch.inf),
+        rf"{LAYER}: scales='NaN or infinite': must be numbers",
+    ),
     "a bias from nowhere": ("gptq", "bias", torch.ones(96), rf"{LAYER}: bias=.*: must be 0"),
 }
 

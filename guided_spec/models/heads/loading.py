@@ -99,7 +99,7 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
         return _find_mtp(target)
     checkpoint = _open_draft(source)
     named = checkpoint.config.get("speculators_model_type")
-    if named is not None and named not in SPECULATORS:
+    if named is not None and named not in [*SPECULATORS]:  # it may be of any kind
         raise ModelError(
             f"{checkpoint.source}: expected a speculators_model_type that is read here "
             f"({', '.join(SPECULATORS)}), found {named!r}"

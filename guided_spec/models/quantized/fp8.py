@@ -31,7 +31,14 @@ from guided_spec.models.quantized.replacing import (
 )
 from guided_spec.models.stock.experts import has_silu_gate
 from guided_spec.ops.linear.experts import Gating, Projection, Routes, close_experts, open_experts
-from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, fp8_linear, scales_shape, whole_matrix
+from guided_spec.ops.linear.fp8_linear import (
+    FP8,
+    Fp8Weight,
+    fp8_linear,
+    nobody_arrived,
+    scales_shape,
+    whole_matrix,
+)
 from guided_spec.ops.pointwise import silu_mul_packed
 
 DEFAULT_BLOCK = (128, 128)  # where a configuration is silent, and scales are of blocks
@@ -160,7 +167,13 @@ class Fp8Experts(nn.Module):
         found = []
         for expert, scales in enumerate(parts):
             halves = whole[expert].chunk(len(scales))
-            weights = [fp8_weight(*one, block) for one in zip(halves, scales, strict=True)]
+            weights = []
+            for part, values, own in zip(PARTS[name], halves, scales, strict=True):
+                try:
+                    weights.append(fp8_weight(values, own, block))
+                except ConfigError as error:
+                    place = f"{expert}.{part}.{error.argument}"
+                    raise ConfigError(place, error.value, error.fix) from None
             found.append(Fp8Weight.joined(weights, whole[expert]))
         self._blocks[name] = found[0].block
         stacked = torch.stack([one.scales for one in found])
@@ -225,7 +238,9 @@ def _whole(projection: Projection, dtype: torch.dtype) -> Tensor:
     if weight.shape[1] % block[0] != 0:  # an expert ends within a block
         scales = scales.repeat_interleave(block[0], 1)[:, : weight.shape[1]]
         block = (1, block[1])
-    flat = Fp8Weight.of(weight.flatten(0, 1), scales.flatten(0, 1), block)
+    # Made as it is: ``of`` would read all values again, and wait for the device.
+    values, factors = weight.flatten(0, 1), scales.flatten(0, 1)
+    flat = Fp8Weight(values, factors, block, nobody_arrived(len(values), values.device))
     return whole_matrix(flat, dtype).view(weight.shape)
 
 

@@ -42,16 +42,20 @@ class Fp8Weight(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, block: tuple[int, int]) -> Fp8Weight:
-        """Checked. Raises ConfigError for values of another dtype, or that are NaN, and for scales
-        of another shape."""
+        """Checked, which waits for the device.
+
+        Raises ConfigError for values of another dtype, or that are NaN, and for scales of another
+        shape, or that are NaN or infinite.
+        """
         if values.dtype != FP8 or values.dim() != 2:
             shown = f"{values.dtype} of shape {tuple(values.shape)}"
             raise ConfigError("values", shown, f"must be {FP8} of shape [O, I]")
         if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ConfigError("values", "NaN", "must be numbers: the checkpoint is broken")
+            raise ConfigError("values", "NaN", "must be numbers: get the checkpoint again")
         shape = scales_shape(values.shape, block)
         if tuple(scales.shape) != shape:
             raise ConfigError("scales", tuple(scales.shape), f"must be {shape} for blocks {block}")
+        require_finite("scales", scales)
         return cls(values, scales, block, nobody_arrived(len(values), values.device))
 
     @classmethod
@@ -90,6 +94,12 @@ class Fp8Weight(NamedTuple):
 def nobody_arrived(outputs: int, device: torch.device) -> Tensor:
     """Counters for the programs of a product, as ``Fp8Weight.arrived`` says."""
     return torch.zeros(-(-outputs // COUNTED), dtype=torch.int32, device=device)
+
+
+def require_finite(name: str, scales: Tensor) -> None:
+    """Raise ConfigError for scales that are NaN or infinite; waits for the device."""
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(name, "NaN or infinite", "must be numbers: get the checkpoint again")
 
 
 def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.linear.fp8_linear import nobody_arrived
+from guided_spec.ops.linear.fp8_linear import nobody_arrived, require_finite
 
 LARGEST = 15  # of the numbers, which are 0 and more
 IN_WORD = 4
@@ -51,7 +51,8 @@ class Int4Weight(NamedTuple):
 
         Of scales in float32 the lowest 4 bits are lost, a millionth of them.
 
-        Raises ConfigError for another dtype of numbers, and for shapes that do not fit.
+        Raises ConfigError for another dtype of numbers, for shapes that do not fit, and for scales
+        that are NaN or infinite.
         """
         if numbers.dtype != torch.uint8 or numbers.dim() != 2:
             shown = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
@@ -65,6 +66,7 @@ class Int4Weight(NamedTuple):
         if tuple(scales.shape) != (groups, outputs) or groups == 0 or inputs % groups:
             fix = f"must be [G, {outputs}], in G equal groups of the {inputs} inputs"
             raise ConfigError("scales", tuple(scales.shape), fix)
+        require_finite("scales", scales.float())
         if zeros.shape != scales.shape or zeros.dtype != torch.uint8:
             shown = f"{zeros.dtype} of shape {tuple(zeros.shape)}"
             raise ConfigError("zeros", shown, f"must be torch.uint8 of shape {tuple(scales.shape)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -41,6 +42,7 @@ from tests.tiers import examples
 
 VOCAB, CPU, MASK = 64, torch.device("cpu"), 3
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SECTION_NAME = "dflash_config"
 SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
 LILICORR = {
     "lilicorr_enabled": True,
@@ -493,9 +495,24 @@ def test_a_head_without_masks_is_no_p_eagle(target: PreTrainedModel, tmp_path: P
         ({"dflash_config": {**SECTION, "projector_type": "causal_v5"}}, "projector_type: expected"),
         (
             {"dflash_config": {**SECTION, **DOMINO, "gru_hidden_dim": 0}},
-            "gru_hidden_dim: expected 1",
+            "gru_hidden_dim: expected 1 or more, a whole number, found 0; correct config.json",
         ),
-        ({"dflash_config": {**SECTION, **DOMINO, "emb_dim": None}}, "emb_dim: expected 1 or more"),
+        (
+            {"dflash_config": {**SECTION, **DOMINO, "emb_dim": None}},
+            "emb_dim: expected a whole number above 0, found None",
+        ),
+        (
+            {"dflash_config": {**SECTION, **DOMINO}, "markov_rank": 4},
+            "expected one part that reads .* found prefix_gru and markov_head; such heads",
+        ),
+        (
+            {"dflash_config": {**SECTION, **LILICORR, "lilicorr_candidate_topk": VOCAB + 1}},
+            "lilicorr_candidate_topk: expected at most all 64 tokens, found 65",
+        ),
+        (
+            {"dflash_config": {**SECTION, **LILICORR, "lilicorr_vector_eps": math.nan}},
+            "lilicorr_vector_eps: expected a number above 0, found nan",
+        ),
         (
             {"dflash_config": {**SECTION, "projector_type": "lilicorr"}},
             "lilicorr_hidden_size: expected a whole number above 0, found None",
@@ -528,6 +545,44 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load_head("dflash", write_dflash(tmp_path, target, **changes), target)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "place", "values", "expected"),
+    [
+        ("zlab", SECTION_NAME, {"causal_head": "false", "use_swa": 2.5}, "true or false"),
+        ("zlab", SECTION_NAME, {"shift_label": 1}, "true or false"),
+        ("zlab", SECTION_NAME, {"mask_token_id": "3", "conv_kernel_size": -1}, "0 or more"),
+        ("zlab", SECTION_NAME, {"selector_rank": 2.5, "block_size": 0}, ". or more, a whole"),
+        ("zlab", SECTION_NAME, {"target_layer_ids": "01"}, "a list of layers"),
+        ("zlab", SECTION_NAME, {"target_layer_ids": [0, True]}, "a list of layers"),
+        ("zlab", SECTION_NAME, {"output_multiplier": math.nan}, "0 or more, a number"),
+        ("zlab", SECTION_NAME, {"final_logit_softcapping": "x"}, "0 or more, a number"),
+        ("zlab", None, {"block_size": "8", "markov_rank": [4]}, ". or more, a whole number"),
+        ("zlab", None, {"dflash_config": "x", "draft_vocab_size": 1e400}, ""),
+        ("speculators", None, {"block_size": True, "selector_top_k": -1}, "1 or more, a whole"),
+        ("speculators", None, {"sample_from_anchor": "no"}, "true or false"),
+        ("speculators", None, {"aux_hidden_state_layer_ids": 3}, "a list of layers"),
+        ("speculators", None, {"transformer_layer_config": [3]}, "an object"),
+    ],
+)
+def test_fields_of_another_kind_are_named(
+    target: PreTrainedModel,
+    tmp_path: Path,
+    dialect: str,
+    place: str | None,
+    values: dict[str, Any],
+    expected: str,
+) -> None:
+    """Whatever reads them later: text for a switch would be taken for true."""
+    folder = write_block(tmp_path, target, "dflash", dialect)
+    written: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    for name, value in values.items():
+        config = copy.deepcopy(written)
+        (config if place is None else config[place])[name] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=f"{name}: expected {expected}.*; correct config.json"):
+            load_head("dflash", folder, target)
 
 
 def test_tensors_that_do_not_fit(target: PreTrainedModel, tmp_path: Path) -> None:

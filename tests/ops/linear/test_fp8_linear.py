@@ -105,6 +105,9 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     broken[3, 2] = torch.nan
     with pytest.raises(ConfigError, match="values='NaN': must be numbers"):
         Fp8Weight.of(broken.to(FP8), weight.scales, (4, 4))
+    for wrong in (torch.nan, -torch.inf):
+        with pytest.raises(ConfigError, match="scales='NaN or infinite': must be numbers"):
+            Fp8Weight.of(weight.values, torch.full((2, 3), wrong), (4, 4))
     with pytest.raises(ConfigError, match=r"x=\(2, 9\): must be \[..., 10\]"):
         fp8_linear(torch.randn(2, 9), weight)
 

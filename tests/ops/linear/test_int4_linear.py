@@ -148,6 +148,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             ConfigError, match=r"scales=.*must be \[G, 4\], in G equal groups of the 12"
         ):
             Int4Weight.of(numbers, wrong, zeros)
+    for broken in (torch.nan, torch.inf):
+        wrong = torch.full((3, 4), broken, dtype=torch.float16)
+        with pytest.raises(ConfigError, match="scales='NaN or infinite': must be numbers"):
+            Int4Weight.of(numbers, wrong, zeros)
     with pytest.raises(ConfigError, match=r"zeros=.*must be torch.uint8 of shape \(3, 4\)"):
         Int4Weight.of(numbers, scales, zeros.float())
     with pytest.raises(ConfigError, match=r"order=\(12,\): must be a permutation of \[12\]"):

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.heads.block.fields import require_fields, require_numbers
 from guided_spec.models.heads.block.lattice import LatticeShape
 from guided_spec.models.heads.block.transitions import MarkovShape, PrefixShape, SelectorShape
 from guided_spec.models.heads.config import (
@@ -54,6 +55,7 @@ KNOWN = (
 DEFAULT_BLOCK = 8  # of speculators, which leaves out what is default
 DEFAULT_TOP_K = 16
 CONFIDENCE = "confidence_head.proj.weight"
+MARKOV = "markov_head"
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 TRAINED_KINDS = ("vanilla", "gated")
 DOMINO, LILICORR = "domino", "lilicorr"
@@ -163,6 +165,7 @@ class BlockLayout(NamedTuple):
         source: str,
     ) -> BlockLayout:
         """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
+        require_fields(config, source)
         is_speculators = config.get("speculators_model_type") is not None
         found = _speculators(config) if is_speculators else _zlab(config, source)
         head = build_head_config(found.pop("layers"), "qwen3", target, source)
@@ -170,7 +173,7 @@ class BlockLayout(NamedTuple):
         check_fit(source, target, sizes)
         layout = cls(
             config=head,
-            draft_vocab_size=int(config.get("draft_vocab_size") or head.vocab_size),
+            draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
             markov=_markov(config, source),
             confidence_width=tensors[CONFIDENCE].shape[-1] if CONFIDENCE in tensors else 0,
             **found,
@@ -193,6 +196,7 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if unknown:
         fix = f"expected {', '.join(KNOWN)}, found {', '.join(unknown)}"
         raise ModelError(f"{source}: {SECTION}: {fix}; such heads are not read")
+    require_fields(own, f"{source}: {SECTION}")
     found = {name: own.get(name, config.get(name)) for name in KNOWN}
     said = (found[name] for name in ("causal", "causal_head", "is_causal"))
     causal = next((value for value in said if value is not None), None)
@@ -206,15 +210,14 @@ def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         layers["sliding_window"] = window or config.get("sliding_window")
     conv = selector = None
     if found["conv_kernel_size"]:
-        conv = ConvShape(int(found["conv_kernel_size"]), int(found["conv_group_size"] or 1))
+        conv = ConvShape(found["conv_kernel_size"], found["conv_group_size"] or 1)
     if found["selector_rank"]:
-        top_k = int(found["selector_top_k"] or DEFAULT_TOP_K)
-        selector = SelectorShape(int(found["selector_rank"]), top_k)
+        selector = SelectorShape(found["selector_rank"], found["selector_top_k"] or DEFAULT_TOP_K)
     ids = found["target_layer_ids"]
     return {
         "layers": layers,
         "aux_hidden_layers": tuple(index + 1 for index in ids or ()),
-        "block_size": int(found["block_size"] or 16),
+        "block_size": found["block_size"] or 16,
         "mask_token_id": found["mask_token_id"],
         "is_causal": None if causal is None else bool(causal),
         # DeepSpec's own, of which "dflash" ones have a rank of 0; Domino's say so.
@@ -240,28 +243,21 @@ def _prefix(found: Mapping[str, Any], source: str) -> PrefixShape | None:
             "such heads are not read"
         )
     sizes = {name: found[name] for name in ("gru_hidden_dim", "emb_dim")}
-    sizes["pure_draft_prefix_len"] = found["pure_draft_prefix_len"] or 0
-    for name, size in sizes.items():
-        least = 0 if name == "pure_draft_prefix_len" else 1
-        if not isinstance(size, int) or size < least:
-            raise ModelError(f"{source}: {name}: expected {least} or more, found {size!r}")
-    return PrefixShape(*sizes.values())
+    require_numbers(source, "", sizes)
+    num_plain = found["pure_draft_prefix_len"] or 0
+    return PrefixShape(found["gru_hidden_dim"], found["emb_dim"], num_plain)
 
 
 def _lattice(
     config: Mapping[str, Any], found: Mapping[str, Any], source: str
 ) -> LatticeShape | None:
     """Of LiLiCorr; found: by ``KNOWN``."""
-    is_named = "LiLiCorrDraftModel" in (config.get("architectures") or ())
+    named = config.get("architectures")
+    is_named = isinstance(named, list) and "LiLiCorrDraftModel" in named
     if not (is_named or found["lilicorr_enabled"] or found["projector_type"] == LILICORR):
         return None
     shape = LatticeShape(*(found[f"lilicorr_{name}"] for name in LatticeShape._fields))
-    for name, value in shape._asdict().items():
-        is_whole = name not in ("mlp_ratio", "vector_eps", "logit_scale")
-        kinds = int if is_whole else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-            what = "a whole number above 0" if is_whole else "a number above 0"
-            raise ModelError(f"{source}: lilicorr_{name}: expected {what}, found {value!r}")
+    require_numbers(source, "lilicorr_", shape._asdict())
     if shape.hidden_size % shape.num_heads:
         raise ModelError(
             f"{source}: lilicorr_hidden_size: expected a multiple of {shape.num_heads} heads, "
@@ -275,15 +271,15 @@ def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     is_second = kind == "dflash2"
     conv = selector = None
     if is_second:
-        taps, group = config.get("conv_kernel_size", 2), config.get("conv_group_size", 16)
-        conv = ConvShape(int(taps), int(group))
-        rank, top_k = config.get("selector_rank", 256), config.get("selector_top_k", DEFAULT_TOP_K)
-        selector = SelectorShape(int(rank), int(top_k))
+        taps, group = config.get("conv_kernel_size") or 2, config.get("conv_group_size") or 16
+        conv = ConvShape(taps, group)
+        rank, top_k = config.get("selector_rank"), config.get("selector_top_k")
+        selector = SelectorShape(rank or 256, top_k or DEFAULT_TOP_K)
     sees_all = config.get("sliding_window_non_causal", is_second)
     return {
         "layers": config.get("transformer_layer_config") or {},
         "aux_hidden_layers": tuple(config.get("aux_hidden_state_layer_ids") or ()),
-        "block_size": int(config.get("block_size") or DEFAULT_BLOCK),
+        "block_size": config.get("block_size") or DEFAULT_BLOCK,
         "mask_token_id": config.get("mask_token_id"),
         "is_causal": False if sees_all else None,
         "from_anchor": bool(config.get("sample_from_anchor", kind == "dspark")),
@@ -301,7 +297,7 @@ def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
         raise ModelError(
             f"{source}: markov_head_type: expected {', '.join(MARKOV_KINDS)}, found {kind!r}"
         )
-    return MarkovShape(int(rank), kind)  # type: ignore[arg-type]
+    return MarkovShape(rank, kind)  # type: ignore[arg-type]
 
 
 def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
@@ -329,17 +325,7 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
         raise ModelError(
             f"{source}: block_size: expected {least} or more, found {layout.block_size}"
         )
-    parts = {
-        "candidate_selector": layout.selector,
-        "prefix_gru": layout.prefix,
-        LILICORR: layout.lattice,
-    }
-    part = next((name for name, shape in parts.items() if shape is not None), None)
-    if part is not None and layout.draft_vocab_size != layout.config.vocab_size:
-        raise ModelError(
-            f"{source}: draft_vocab_size: expected all {layout.config.vocab_size} "
-            f"tokens in a head with a {part}, found {layout.draft_vocab_size}"
-        )
+    _check_parts(layout, source)
     size, conv = layout.config.hidden_size, layout.conv
     widths = (0, size, size + (layout.markov.rank if layout.markov else 0))
     if layout.confidence_width not in widths:
@@ -350,4 +336,32 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
     if conv is not None and (conv.group_size < 1 or size % conv.group_size):
         raise ModelError(
             f"{source}: conv_group_size: expected a divisor of {size}, found {conv.group_size}"
+        )
+
+
+def _check_parts(layout: BlockLayout, source: str) -> None:
+    """Of what makes a position depend on the one before."""
+    shapes = {
+        "candidate_selector": layout.selector,
+        "prefix_gru": layout.prefix,
+        LILICORR: layout.lattice,
+        MARKOV: layout.markov,
+    }
+    parts = [name for name, shape in shapes.items() if shape is not None]
+    if len(parts) > 1:
+        raise ModelError(
+            f"{source}: expected one part that reads the tokens drafted before, found "
+            f"{' and '.join(parts)}; such heads are not read"
+        )
+    lattice, total = layout.lattice, layout.config.vocab_size
+    if lattice is not None and lattice.candidate_topk > total:
+        raise ModelError(
+            f"{source}: lilicorr_candidate_topk: expected at most all {total} tokens, "
+            f"found {lattice.candidate_topk}"
+        )
+    part = next((name for name in parts if name != MARKOV), None)
+    if part is not None and layout.draft_vocab_size != layout.config.vocab_size:
+        raise ModelError(
+            f"{source}: draft_vocab_size: expected all {layout.config.vocab_size} "
+            f"tokens in a head with a {part}, found {layout.draft_vocab_size}"
         )
