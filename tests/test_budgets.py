@@ -11,20 +11,20 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "batch": 815,  # 5 more: lines with one id
-    "cli": 2_320,  # 370 more: messages name options, images, quick ends, full disks, adapters
-    "engine": 8_600,  # 2,095 more: switches, templates, refusals, pictures, videos, experts, fp8 keys
+    "batch": 820,  # 10 more: lines with one id, adapters
+    "cli": 2_345,  # 395 more: messages name options, images, quick ends, full disks, adapters
+    "engine": 8_600,  # 2,095 more: switches, templates, refusals, pictures, experts, fp8 keys
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_200,  # 10 more: options that are suggested, fp8 keys
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_710,  # 3,675 more: latents, experts, MTP, pictures, videos, int4, new heads, fp8 keys
+    "models": 14_710,  # 3,675 more: latents, experts, MTP, pictures, int4, heads, fp8 keys
     "ops": 9_125,  # 1,555 more: latent and two-way attention, experts, axes, norms, int4, fp8 keys
     "proposers": 3_260,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models
     "trace": 810,  # 50 more: axes with numbers, thumbnails
     "training": 7_090,  # 660 more: answers written together, forced tokens in numpy, pictures
-    ".": 2_360,  # 250 more: ends, room, reasons, nearest names, pictures, adapters, fp8 keys
+    ".": 2_370,  # 260 more: ends, room, reasons, nearest names, pictures, adapters, fp8 keys
 }
 MOST_LINES, MOST_MODULES = 600, 16
 

@@ -23,8 +23,11 @@ _VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
 _NOT_GIVEN = ("=None: ", "=True: ")
 # Where the library finds what ``--image`` names.
 _PICTURE = re.compile(r"messages\[0\]\.content\[\d+\](\.\w+)*")
-# An adapter, which is a value of ``--lora`` or ``--lora-modules``.
-_ADAPTER = re.compile(r"loras\[('|\").*?\1\]=")
+# Adapters: that of ``--lora`` is called as its value, those of ``--lora-modules`` have names.
+_ADAPTERS = {
+    "lora": re.compile(r"loras\[(('|\").*?\2)\]=(?=\1)"),
+    "lora_modules": re.compile(r"loras\[('|\").*?\1\]="),
+}
 # What the library calls the values of some options.
 _ALIASES = {
     "algorithm": "--algorithm",
@@ -54,8 +57,8 @@ def spoken(message: str, options: Mapping[str, str]) -> str:
     message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
     if not options:
         return message
-    for name in options.keys() & {"lora", "lora_modules"}:
-        message = _ADAPTER.sub(f"{options[name]}=", message)
+    for name, pattern in _ADAPTERS.items():
+        message = pattern.sub(f"{options[name]}=", message) if name in options else message
     # A word without "=" is an argument's name for sure only where it has an underscore.
     given = "|".join(map(re.escape, options))
     listed = "|".join(re.escape(name) for name in options if "_" in name)
