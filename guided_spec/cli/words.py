@@ -9,14 +9,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from guided_spec.errors import BudgetTooSmallError, ConfigError, GrammarError, TextCutShortError
+from guided_spec.errors import (
+    BudgetTooSmallError,
+    ConfigError,
+    GrammarError,
+    TextCutShortError,
+    without_advice,
+)
 
 # The options of the command that runs, by the arguments that messages name.
 running: ContextVar[Mapping[str, str]] = ContextVar("running", default={})  # noqa: B039
 # The option that its grammar came in, with the value, as in ``--schema='a.json'``.
 grammar_option: ContextVar[str] = ContextVar("grammar_option", default="")
-# A fix in Python's words that a command may not have: it stands last.
-_LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
 # A switch takes no value, and what is repeated or a file is written otherwise here.
 _VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
 # Of a ConfigError: an option that was not given, and a switch.
@@ -54,7 +58,7 @@ def option_names(command: Any) -> dict[str, str]:
 
 def spoken(message: str, options: Mapping[str, str]) -> str:
     """A message as a command says it: names of arguments become those of its options."""
-    message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
+    message = without_advice(message, options.__contains__)
     if not options:
         return message
     for name, pattern in _ADAPTERS.items():
