@@ -24,8 +24,6 @@ from guided_spec.models.loading import load_model
 from guided_spec.types import SamplingParams
 from tests.adapters import write_adapter
 from tests.cli.test_cli import run
-from tests.models.tiny import build
-from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
 ROWS = [{"key": f"k{at}", "name": f"Ada {at}", "age": at} for at in range(9)]
 PROMPT = "The name is {name}, the age"
@@ -38,15 +36,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model and its tokenizer, as a folder."""
-    folder = tmp_path_factory.mktemp("model")
-    build("llama", 0, VOCAB_SIZE).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
