@@ -27,6 +27,8 @@ GuidedSpecError
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "UnsupportedSchemaError",
     "VocabularyMismatchError",
 ]
+# The last words of a fix: to pass an argument, in Python's spelling.
+_ADVICE = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
 
 
 class GuidedSpecError(Exception):
@@ -232,6 +236,14 @@ class GrammarDeadEndError(GrammarError):
 def reason_of(error: Exception) -> str:
     """Why something failed: a system's error in words, without its number and path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def without_advice(message: str, takes: Callable[[str], bool]) -> str:
+    """A message without advice, last in its line, to pass an argument that its reader lacks.
+
+    takes: whether the reader has an argument of this name.
+    """
+    return _ADVICE.sub(lambda found: found[0] if takes(found[1]) else "", message)
 
 
 def _shorten(value: object, limit: int = 80) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from guided_spec.batch.inputs import Line
@@ -37,10 +37,12 @@ class RequestForm:
     """Lines ``{"custom_id", "method": "POST", "url", "body"}``.
 
     model: what is loaded. names: what bodies may call it, the first is shown.
+    loras: the folders or hub ids of its adapters, by what bodies call them as their model.
     """
 
     model: str
     names: tuple[str, ...]
+    loras: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] = ("custom_id", "url", "body")
 
     def read(self, index: int, line: Line) -> Question:
@@ -48,7 +50,8 @@ class RequestForm:
         value = line.value
         given = value.get("custom_id") if isinstance(value, dict) else None
         custom_id = given if isinstance(given, str) else None
-        digest = digest_of(self.model, self.names, index if line.fault else value)
+        settings = (self.model, self.names, *sorted(self.loras.items()))
+        digest = digest_of(*settings, index if line.fault else value)
         fault = line.fault or _fault_of(value)
         if fault is not None:
             error = {"code": "invalid_line", "message": fault}
@@ -56,7 +59,7 @@ class RequestForm:
         try:
             data = json.dumps(value["body"]).encode()
             body: Any = read_body(data, _BODIES[value["url"]])
-            require_model(body.model, self.names)
+            require_model(body.model, (*self.names, *self.loras))
             if body.stream:
                 message = "stream: answers of a batch are whole; leave it out"
                 raise ApiError(400, message, code="invalid_value", param="stream")

@@ -91,9 +91,7 @@ def generate(
             raise ConfigError("--compare", compare, "is for one text; leave it out")
         if asked.image:
             raise ConfigError("--image", str(asked.image[0]), "is for one text; leave it out")
-        if lora is not None:
-            raise ConfigError("--lora", lora, "is for one text; pass its folder as --model")
-        run_batch(files, asked, load, proposer, as_json=as_json)
+        run_batch(files, asked, load, proposer, lora, as_json=as_json)
         return
     params, prompt = asked.params(), asked.message(asked.text())
     loras = None if lora is None else {lora: lora}

@@ -35,6 +35,18 @@ if TYPE_CHECKING:  # this loads torch
 STDIN = "-"
 OWN, VLLM = "guided_spec", "vllm"  # engines
 Proposer = Annotated[str | None, typer.Option(help="Drafting method; chain:a+b combines several.")]
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Option("--served-model-name", help="Model name in requests; can be repeated."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-modules",
+        metavar="NAME=PATH",
+        help="LoRA adapter, by the name that requests give as model; can be repeated.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +118,11 @@ class ModelOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def read_loras(given: list[str] | None) -> dict[str, str]:
-    """The values of ``--lora-modules``: folders or hub ids by name. Raises ConfigError."""
+def read_loras(given: list[str] | None, model_names: Collection[str]) -> dict[str, str]:
+    """The values of ``--lora-modules``: folders or hub ids by name. Raises ConfigError.
+
+    model_names: what requests call the model itself, which no adapter may be called.
+    """
     loras: dict[str, str] = {}
     for text in given or ():
         name, _, path = text.partition("=")
@@ -115,6 +130,8 @@ def read_loras(given: list[str] | None) -> dict[str, str]:
             raise ConfigError("--lora-modules", text, "must be NAME=PATH, a folder or a hub id")
         if name in loras:
             raise ConfigError("--lora-modules", text, f"{name} is there already: rename one")
+        if name in model_names:
+            raise ConfigError("--lora-modules", name, "the model is called so: rename one")
         loras[name] = path
     return loras
 

@@ -15,6 +15,8 @@ from guided_spec.cli.console import Verbose, stderr, working
 from guided_spec.cli.options import (
     OWN,
     VLLM,
+    Adapters,
+    ModelNames,
     ModelOptions,
     Proposer,
     read_engine_options,
@@ -32,10 +34,6 @@ if TYPE_CHECKING:  # this loads torch
 _PACKAGES = ("fastapi", "httptools", "prometheus_client", "starlette", "uvicorn")
 _KEY_VARIABLE = "GUIDED_SPEC_API_KEY"
 
-Name = Annotated[
-    list[str] | None,
-    typer.Option("--served-model-name", help="Model name in requests; can be repeated."),
-]
 Key = Annotated[
     list[str] | None,
     typer.Option(
@@ -51,15 +49,6 @@ Host = Annotated[
     typer.Option("--allowed-host", help="Allowed Host header; can be repeated, * for any."),
 ]
 
-Loras = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora-modules",
-        metavar="NAME=PATH",
-        help="LoRA adapter, by the name that requests give as model; can be repeated.",
-    ),
-]
-
 
 @with_options
 def serve(
@@ -68,8 +57,8 @@ def serve(
     *,
     host: Annotated[str, typer.Option(help="0.0.0.0 listens on all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
-    served_model_name: Name = None,
-    lora_modules: Loras = None,
+    served_model_name: ModelNames = None,
+    lora_modules: Adapters = None,
     api_key: Key = None,
     allowed_host: Host = None,
     limits: ServerLimits,
@@ -85,10 +74,7 @@ def serve(
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
     memory = ("max_batch_size", "max_model_len", "kv_memory_bytes", "kv_dtype")
     arguments = {"proposer": proposer, **{name: getattr(load, name) for name in memory}}
-    arguments["loras"] = read_loras(lora_modules) or None
-    for name in arguments["loras"] or ():
-        if name in names:
-            raise ConfigError("--lora-modules", name, "the model is called so: rename one")
+    arguments["loras"] = read_loras(lora_modules, names) or None
     require_one_of("--engine", engine, SERVERS)
     site = Site(host, port, names, keys, tuple(allowed_host or ()), limits)
     SERVERS[engine](load, arguments, site, engine_options)

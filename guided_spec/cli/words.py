@@ -9,22 +9,29 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from guided_spec.errors import BudgetTooSmallError, ConfigError, GrammarError, TextCutShortError
+from guided_spec.errors import (
+    BudgetTooSmallError,
+    ConfigError,
+    GrammarError,
+    TextCutShortError,
+    without_advice,
+)
 
 # The options of the command that runs, by the arguments that messages name.
 running: ContextVar[Mapping[str, str]] = ContextVar("running", default={})  # noqa: B039
 # The option that its grammar came in, with the value, as in ``--schema='a.json'``.
 grammar_option: ContextVar[str] = ContextVar("grammar_option", default="")
-# A fix in Python's words that a command may not have: it stands last.
-_LAST = re.compile(r"[;,] (?:or )?pass (?:it with )?(\w+)=.*$", re.MULTILINE)
 # A switch takes no value, and what is repeated or a file is written otherwise here.
 _VALUES = re.compile(r"(--[\w-]+)=(?:True\b|\{[^}]*\}|\[[^]]*\])")
 # Of a ConfigError: an option that was not given, and a switch.
 _NOT_GIVEN = ("=None: ", "=True: ")
 # Where the library finds what ``--image`` names.
 _PICTURE = re.compile(r"messages\[0\]\.content\[\d+\](\.\w+)*")
-# An adapter, which is a value of ``--lora`` or ``--lora-modules``.
-_ADAPTER = re.compile(r"loras\[('|\").*?\1\]=")
+# Adapters: that of ``--lora`` is called as its value, those of ``--lora-modules`` have names.
+_ADAPTERS = {
+    "lora": re.compile(r"loras\[(('|\").*?\2)\]=(?=\1)"),
+    "lora_modules": re.compile(r"loras\[('|\").*?\1\]="),
+}
 # What the library calls the values of some options.
 _ALIASES = {
     "algorithm": "--algorithm",
@@ -51,11 +58,11 @@ def option_names(command: Any) -> dict[str, str]:
 
 def spoken(message: str, options: Mapping[str, str]) -> str:
     """A message as a command says it: names of arguments become those of its options."""
-    message = _LAST.sub(lambda found: found[0] if found[1] in options else "", message)
+    message = without_advice(message, options.__contains__)
     if not options:
         return message
-    for name in options.keys() & {"lora", "lora_modules"}:
-        message = _ADAPTER.sub(f"{options[name]}=", message)
+    for name, pattern in _ADAPTERS.items():
+        message = pattern.sub(f"{options[name]}=", message) if name in options else message
     # A word without "=" is an argument's name for sure only where it has an underscore.
     given = "|".join(map(re.escape, options))
     listed = "|".join(re.escape(name) for name in options if "_" in name)

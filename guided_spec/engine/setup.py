@@ -456,7 +456,7 @@ def _require_parts(model: Any, proposer: str | None, draft: Any, options: Option
         if isinstance(source, str | Path) and (looks_local(source) or Path(source).exists()):
             find_gguf(source, needed, argument=argument)
     for lora, path in options.loras.items():
-        check_folder(f"loras[{lora!r}]", path, ADAPTER_CONFIG)
+        check_folder(f"loras[{lora!r}]", path, "an adapter's folder", ADAPTER_CONFIG)
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
     is_bundled = str(name) == bundled_asset("target")
     if proposer and not (draft is None and is_bundled):

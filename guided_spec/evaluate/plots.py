@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 
 GREY, TEXT = "#b8c1cc", "#52606d"
 COLOURS = (
@@ -191,7 +191,7 @@ def draw_all(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fix = f"must be a folder that can be written to ({error.strerror})"
+        fix = f"must be a folder that can be written to ({reason_of(error)})"
         raise ConfigError(option, str(folder), fix) from error
     return [
         write_figure(figure, folder / f"{name}.json", suffix) for name, figure in figures.items()

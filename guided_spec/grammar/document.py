@@ -320,6 +320,13 @@ class SpecDocument:
         elif self.spec.kind == "json_schema":
             require_schema(self.value)
 
+    def require_no_start(self) -> None:
+        """Raise GrammarCompileError for a grammar that starts after a marker."""
+        if self.spec.start is not None:
+            raise GrammarCompileError(
+                "the spec has a start: compile it with a GrammarPipeline that has markers"
+            )
+
     def without_start(self) -> SpecDocument:
         """The one that binds at once; what is read of this one is read of that."""
         other = copy.copy(self)
@@ -412,10 +419,7 @@ class DocumentBackend(DocumentCompiler[Compiled]):
         with a UserWarning that names each keyword dropped.
         """
         spec = document.spec
-        if spec.start is not None:
-            raise GrammarCompileError(
-                "the spec has a start: compile it with a GrammarPipeline that has markers"
-            )
+        document.require_no_start()
         try:
             compiled = self.enforce(document)
         except UnsupportedSchemaError:

@@ -385,17 +385,16 @@ def looks_local(path: str | Path) -> bool:
     return isinstance(path, Path) or path.startswith((".", "/", "~"))
 
 
-def check_folder(argument: str, path: str | Path, *names: str) -> None:
+def check_folder(argument: str, path: str | Path, wanted: str, *names: str) -> None:
     """Refuse what is plainly a folder and not there, before a hub is asked for it.
 
-    names: files of which the folder must have one.
+    wanted: what errors tell the caller to pass. names: files of which the folder must have one.
     """
     shown = f"{argument}={str(path)!r}"
     if looks_local(path) and not Path(path).is_dir():
         raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        kind = "adapter's" if argument.startswith("loras") else argument
-        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {kind} folder")
+        raise ModelError(f"{shown}: the folder has no {names[0]}; pass {wanted}")
 
 
 def check_hub(shown: str, source: str | Path, revision: str | None) -> None:

@@ -57,7 +57,7 @@ def find_gguf(
     is_file = str(path).lower().endswith(SUFFIX)
     found = _named(path, shown, revision) if is_file else _only(path, shown, revision)
     if found is None:
-        check_folder(argument, path, needed, ADAPTER_CONFIG)
+        check_folder(argument, path, f"a {argument} folder", needed, ADAPTER_CONFIG)
         return None
     if _PART.search(found.name):
         fix = "join them with llama-gguf-split --merge, and pass the whole"

@@ -19,8 +19,7 @@ from guided_spec.ops.attention.slot_attention import (
 )
 from guided_spec.ops.attention.slot_attention_triton import as_kept
 from guided_spec.ops.launch_triton import await_previous, launch
-
-RowNorm = tuple[Tensor, float, float | None]  # as of ``guided_spec.ops.pointwise``
+from guided_spec.ops.pointwise import RowNorm
 
 BLOCK = 1024  # products a program of silu_mul
 

@@ -27,8 +27,8 @@ from guided_spec.errors import (
     UnknownOptionError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
+    without_advice,
 )
-from guided_spec.grammar.schema.lowering import IN_RESOURCES
 
 _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (UnsupportedSchemaError, "unsupported_schema", None),
@@ -99,7 +99,7 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
             found = error.argument if isinstance(error, ConfigError) else argument
             # What else the library would take, clients cannot send.
             message = error.reason if isinstance(error, BudgetTooSmallError) else str(error)
-            message = message.replace(IN_RESOURCES, "")
+            message = without_advice(message, lambda name: name != "resources")
             fault = ApiError(400, message, code=code, param=found or param)
             fault.owner = error.owner if isinstance(error, GrammarCompileError) else ()
             return fault

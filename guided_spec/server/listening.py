@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Iterable, Sequence
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 
 _BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 _REASONS = {
@@ -69,6 +69,5 @@ def _share(one: socket.socket, *, is_shared: bool) -> None:
 
 
 def _no_host(host: str, error: Exception) -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) else error
     fix = "127.0.0.1 is for this machine alone, 0.0.0.0 for all networks"
-    return ConfigError("host", host, f"is no address of this machine ({reason}); {fix}")
+    return ConfigError("host", host, f"is no address of this machine ({reason_of(error)}); {fix}")

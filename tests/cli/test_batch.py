@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from pyarrow import parquet
 from guided_spec.batch.run import Batch
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.loading import load_model
 from guided_spec.types import SamplingParams
+from tests.adapters import write_adapter
 from tests.cli.test_cli import run
-from tests.models.tiny import build
-from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
 ROWS = [{"key": f"k{at}", "name": f"Ada {at}", "age": at} for at in range(9)]
 PROMPT = "The name is {name}, the age"
@@ -35,15 +36,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model and its tokenizer, as a folder."""
-    folder = tmp_path_factory.mktemp("model")
-    build("llama", 0, VOCAB_SIZE).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -103,6 +95,41 @@ def test_rows(model: str, tmp_path: Path, suffix: str) -> None:
                 "error": None,
             }
     assert not found
+
+
+def test_an_adapter_of_all_rows_and_adapters_that_requests_name(model: str, tmp_path: Path) -> None:
+    base = load_model(model, device="cpu")
+    folder = write_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    with LLM(model, loras={"sql": folder}) as llm:
+        prompts, params = ["The name", "An age"], SamplingParams(max_tokens=9)
+        own = [one.text for one in llm.generate(prompts, replace(params, lora="sql"))]
+        plain = [one.text for one in llm.generate(prompts, params)]
+    assert not {*own} & {*plain}
+    source, output = tmp_path / "rows.jsonl", tmp_path / "rows_out.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
+    rows = ("{text}", "--max-tokens", "9", "--lora")
+    result = batch(model, source, output, *rows, folder)
+    assert result.exit_code == 0, result.stderr
+    assert {line["custom_id"]: line["text"] for line in lines(output)} == {"1": own[0], "2": own[1]}
+    other = batch(model, source, output, *rows, str(tmp_path))
+    assert "answers another request of '" in " ".join(other.stderr.split())
+
+    source, output = tmp_path / "requests.jsonl", tmp_path / "requests_out.jsonl"
+    bodies = [{"prompt": "The name", "max_tokens": 9, "model": name} for name in ("sql", model)]
+    wanted = [
+        {"custom_id": f"{at}", "url": "/v1/completions", "body": body}
+        for at, body in enumerate([*bodies, {"prompt": "A", "model": "sq"}])
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in wanted))
+    result = batch(model, source, output, "--lora-modules", f"sql={folder}")
+    assert "2 of 3 lines answered, 1 failed" in result.stderr
+    found = {line["custom_id"]: line["response"] for line in lines(output)}
+    assert [found[at]["body"]["choices"][0]["text"] for at in "01"] == [own[0], plain[0]]
+    assert [found[at]["body"]["model"] for at in "01"] == ["sql", model]
+    assert found["2"]["status_code"] == 404
+    assert found["2"]["body"]["error"]["message"].endswith("there is " + model + ", sql")
+    other = batch(model, source, output, "--lora-modules", f"sql={tmp_path}")
+    assert "answers another request of '" in " ".join(other.stderr.split())
 
 
 def test_nothing_is_asked_twice(
@@ -165,6 +192,13 @@ def test_rows_that_fail(model: str, tmp_path: Path) -> None:
         (("--schema", "s.json"), "--schema='s.json': needs a PROMPT for the columns; requests"),
         (("--max-tokens", "5"), "--max-tokens='5': needs a PROMPT for the columns"),
         (("--id-column", "key"), "--id-column='key': needs a PROMPT"),
+        (("--lora", "a"), "--lora='a': needs a PROMPT for the columns; requests name adapters"),
+        (("{name}", "--lora-modules", "a=b"), "--lora-modules=['a=b']: is for requests"),
+        (("--lora-modules", "a"), "--lora-modules='a': must be NAME=PATH"),
+        (
+            ("--served-model-name", "m", "--lora-modules", "m=b"),
+            "--lora-modules='m': the model is called so: rename one",
+        ),
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(
@@ -199,6 +233,7 @@ def test_a_column_that_no_line_has(model: str, tmp_path: Path) -> None:
     [
         (("A", "--output", "x"), "--output='x': needs a file to answer: give --input"),
         (("A", "--id-column", "x"), "--id-column='x': needs a file to answer: give --input"),
+        (("A", "--lora-modules", "a=b"), "--lora-modules=['a=b']: needs a file to answer"),
         (("A", "--input", "rows.csv"), "--output: name the file that the answers go into"),
         (("A", "--regex", "a", "--after", ""), "--after='': must not be empty; leave it out"),
         ((), "PROMPT: give the text to continue; - is standard input"),

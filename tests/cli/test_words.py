@@ -53,6 +53,7 @@ GENERATE = option_names(GROUP.commands["generate"])
         ("code; pass trust_remote_code=True if so", "code; pass --trust-remote-code if so"),
         ("max_tokens=3: allow more", "--max-tokens=3: allow more"),
         ("loras['a[0]']='a[0]': it has none", "--lora='a[0]': it has none"),
+        ("loras['a']='a/b': it has none", "--lora-modules='a/b': it has none"),
         ("/a/draft=b and 'model=c' stay", "/a/draft=b and 'model=c' stay"),
     ],
 )

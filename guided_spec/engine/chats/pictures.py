@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, reason_of
 from guided_spec.kinds import require_known_fields, require_one_of
 
 if TYPE_CHECKING:  # an extra
@@ -197,8 +197,7 @@ class PictureRules(NamedTuple):
             with Path(given).open("rb") as file:
                 data = file.read(MOST_BYTES + 1)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error  # else it repeats the path
-            raise ConfigError(path, str(given), f"cannot be read: {reason}") from error
+            raise ConfigError(path, str(given), f"cannot be read: {reason_of(error)}") from error
         return OpenPicture.of(path, data, str(given))
 
 

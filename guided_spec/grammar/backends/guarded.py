@@ -72,10 +72,7 @@ class GuardedBackend(DocumentCompiler[CompiledGrammar]):
         where the first mask is empty.
         """
         spec = document.spec
-        if spec.start is not None:
-            raise GrammarCompileError(
-                "the spec has a start: compile it with a GrammarPipeline that has markers"
-            )
+        document.require_no_start()
         try:
             return self._compile(spec)
         except (GuidedSpecError, MemoryError, StepsSpentError):

@@ -26,7 +26,6 @@ from guided_spec.grammar.steps import spend, spend_on_value
 _MAX_DEPTH = 64
 _OF_SCHEMA = 12  # steps of one schema, besides those of its keywords
 _LARGEST = 1_000_000  # characters
-IN_RESOURCES = ", or pass it with resources={uri: schema}"  # in Python; nobody sends them
 TOO_LONG = "written out, what excludes what is far too long"
 """The reason why a lowered schema is given up."""
 _PLAIN = frozenset(
@@ -157,7 +156,7 @@ class Lowering:
             target = self.document.resolve(node)
             if target is None:
                 reason = f"{words['$ref']!r} is not found in the schema, and nothing is fetched"
-                fix = f"move the target under $defs{IN_RESOURCES}"
+                fix = "move the target under $defs, or pass it with resources={uri: schema}"
                 self.report.error(at.pointer, "$ref", reason, fix)
                 return {}
             if any(name in words for name in self._asserting):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -121,3 +121,19 @@ class LookaheadFilter(RowFilter, Protocol):
         ...
 
     def fork(self) -> LookaheadFilter: ...
+
+
+def clear_refused(
+    row: NDArray[np.int32], suspects: Iterable[int], takes: Callable[[int], bool]
+) -> bool:
+    """Clear the legal tokens of a row, int32 [W], that ``takes`` refuses; whether there were any.
+
+    suspects: the tokens to ask about, each once.
+    """
+    bits, is_less = row.view(np.uint32), False
+    for token in suspects:
+        word, bit = token >> 5, np.uint32(1 << (token & 31))
+        if bits[word] & bit and not takes(token):
+            bits[word] &= ~bit
+            is_less = True
+    return is_less

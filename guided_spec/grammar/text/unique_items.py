@@ -25,7 +25,7 @@ from guided_spec.grammar.text.item_state import (
     starting,
 )
 from guided_spec.grammar.text.key_tokens import KeyTokens, legal
-from guided_spec.grammar.text.row_filter import Mark, Probe
+from guided_spec.grammar.text.row_filter import Mark, Probe, clear_refused
 from guided_spec.ops.mask_words import full_row, row_of, set_bits
 
 _IN_STRING = (Mode.STRING, Mode.KEY)
@@ -64,14 +64,9 @@ class UniqueItemsFilter:
 
     def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
         """Clear the tokens after which an item is there twice, or none is left."""
-        state, is_less = mark.state, False
-        bits = row.view(np.uint32)
-        for token in sorted(set(self._suspects(state, row))):
-            word, bit = token >> 5, np.uint32(1 << (token & 31))
-            if bits[word] & bit and not self._takes(state, token, text):
-                bits[word] &= ~bit
-                is_less = True
-        return is_less
+        state = mark.state
+        suspects = sorted(set(self._suspects(state, row)))
+        return clear_refused(row, suspects, lambda token: self._takes(state, token, text))
 
     def tokens_left(self, mark: Mark, length: int) -> int | None:
         """None: a table knows no items."""

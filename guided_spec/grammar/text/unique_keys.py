@@ -31,7 +31,7 @@ from guided_spec.grammar.text.key_tokens import (
     Mode,
 )
 from guided_spec.grammar.text.parts import TextParts, new_parts
-from guided_spec.grammar.text.row_filter import LookaheadFilter, Mark, Probe
+from guided_spec.grammar.text.row_filter import LookaheadFilter, Mark, Probe, clear_refused
 from guided_spec.grammar.text.state import WrappedGrammar
 from guided_spec.grammar.text.unique_items import UniqueItemsFilter
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -174,16 +174,11 @@ class UniqueKeysFilter:
 
     def restrict(self, mark: Mark, row: NDArray[np.int32], text: Probe) -> bool:
         """Clear the tokens after which a key is there twice, or none is left."""
-        state, is_less = mark.state, False
+        state = mark.state
         if not self._may_differ(state):
             return False
-        bits = row.view(np.uint32)
-        for token in dict.fromkeys(self._suspects(state, row)):
-            word, bit = token >> 5, np.uint32(1 << (token & 31))
-            if bits[word] & bit and not self._takes(state, token, text):
-                bits[word] &= ~bit
-                is_less = True
-        return is_less
+        suspects = dict.fromkeys(self._suspects(state, row))
+        return clear_refused(row, suspects, lambda token: self._takes(state, token, text))
 
     def tokens_left(self, mark: Mark, length: int) -> int | None:
         """None: a table knows no keys."""

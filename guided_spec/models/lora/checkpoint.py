@@ -51,7 +51,7 @@ def read_adapter(argument: str, path: str | Path) -> dict[str, LowRankPair]:
     Raises ModelError, naming both, for what is no LoRA adapter, is more than that, or is broken.
     """
     shown = f"{argument}={str(path)!r}"
-    check_folder(argument, path, ADAPTER_CONFIG)
+    check_folder(argument, path, "an adapter's folder", ADAPTER_CONFIG)
     check_hub(shown, path, None)
     config, weights = (find_file(path, name, None) for name in (ADAPTER_CONFIG, WEIGHTS))
     for name, file in ((ADAPTER_CONFIG, config), (WEIGHTS, weights)):

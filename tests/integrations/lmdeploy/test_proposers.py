@@ -14,7 +14,6 @@ from guided_spec.errors import ModelError
 from guided_spec.integrations.lmdeploy.agent import METHODS, Drafting
 from guided_spec.integrations.lmdeploy.helper import GuidedHelper
 from guided_spec.integrations.lmdeploy.manager import GuidedManager
-from guided_spec.integrations.lmdeploy.plugin import install, uninstall
 from tests.integrations.lmdeploy.test_steps import (
     Drafter,
     K,
@@ -23,7 +22,7 @@ from tests.integrations.lmdeploy.test_steps import (
     regex_format,
     toy_manager,
 )
-from tests.integrations.lmdeploy.world import Requests, toy_tokenizer, world
+from tests.integrations.lmdeploy.world import Requests, toy_tokenizer
 from tests.toys import EOS, VOCAB_SIZE, ToyCompiled, hashed_rule, text_rule
 
 
@@ -115,14 +114,6 @@ def test_a_manager_without_tokens_cannot_draft(manager: GuidedManager) -> None:
     manager.error = ModelError("unreadable")
     with pytest.raises(ModelError, match="ngram"):
         Drafting("ngram", manager, K)
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    modules = world(monkeypatch)
-    install()
-    yield modules
-    uninstall()
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

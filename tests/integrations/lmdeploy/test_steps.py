@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.lmdeploy.plugin import install, uninstall
-from tests.integrations.lmdeploy.world import Requests, toy_tokenizer, world
+from tests.integrations.lmdeploy.world import Requests, toy_tokenizer
 from tests.toys import EOS, VOCAB_SIZE, ToyCompiled, ToyTarget, hashed_rule, text_rule
 
 K = 3
@@ -31,14 +30,6 @@ class ToyQueue:
         future: Future[CompiledGrammar] = Future()
         future.set_result(self.grammars[spec.source])
         return future
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    modules = world(monkeypatch)
-    install()
-    yield modules
-    uninstall()
 
 
 def toy_manager(modules: Any, grammars: dict[str, ToyCompiled]) -> Any:

@@ -16,7 +16,15 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
 from guided_spec.integrations.vllm.drafts import heads as vllm_drafts  # noqa: E402
-from tests.integrations.vllm.drafters import V1, V2, Table, config_of, use_loops  # noqa: E402
+from tests.integrations.vllm.drafters import (  # noqa: E402
+    V1,
+    V2,
+    Table,
+    config_of,
+    encode,
+    started,
+    use_loops,
+)
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
     RELEASE,
@@ -43,16 +51,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def letter(text: str) -> int:
-    (found,) = tokenizer().encode(text, add_special_tokens=False)
-    return int(found)
-
-
-def started(drafter: Any, **requests: Any) -> Any:
-    for name, params in requests.items():
-        drafter.add(name, params)
-    drafter.step(dict.fromkeys(requests, ()))
-    drafter.wait(*(name for name, params in requests.items() if params.structured_outputs))
-    return drafter
+    (found,) = encode(text)
+    return found
 
 
 @pytest.mark.parametrize("graphs", ["none", "step", pytest.param("fused", marks=fuses)])

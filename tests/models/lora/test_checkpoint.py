@@ -155,5 +155,5 @@ def test_files_that_are_missing_or_broken(folder: Path) -> None:
         ):
             read_adapter("loras['a']", folder)
     (folder / CONFIG).unlink()
-    with pytest.raises(ModelError, match="the folder has no adapter_config.json"):
+    with pytest.raises(ModelError, match="has no adapter_config.json; pass an adapter's folder"):
         read_adapter("loras['a']", folder)

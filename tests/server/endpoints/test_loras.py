@@ -16,7 +16,7 @@ from guided_spec.server.app import build_app
 from guided_spec.server.service import ServerSettings
 from guided_spec.types import SamplingParams
 from tests.adapters import write_adapter
-from tests.server.running import ASK, PATIENCE, Running, running
+from tests.server.running import ASK, Running, running
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def served(adapted: LLM) -> Iterator[Running]:
     with running(adapted) as made:
-        yield made
-
-
-@pytest.fixture
-def client(served: Running) -> Iterator[openai.OpenAI]:
-    url = f"{served.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=PATIENCE) as made:
         yield made
 
 
