@@ -11,14 +11,14 @@ import guided_spec
 PACKAGE = Path(guided_spec.__file__).parent
 # Lines of Python, sub-folders included. A lower number is always welcome; a higher one says why.
 BUDGETS = {
-    "batch": 815,  # 5 more: lines with one id
-    "cli": 2_320,  # 370 more: messages name options, images, quick ends, full disks, adapters
+    "batch": 820,  # 10 more: lines with one id, adapters
+    "cli": 2_345,  # 395 more: messages name options, images, quick ends, full disks, adapters
     "engine": 8_625,  # 2,120 more: switches, refusals, pictures, videos, experts, fp8 keys
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_200,  # 10 more: options that are suggested, fp8 keys
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_830,  # 3,795 more: latents, experts, MTP, pictures, int4, heads, fp8 keys
+    "models": 14_880,  # 3,845 more: latents, experts, MTP, pictures, int4, heads, fp8 keys
     "ops": 9_160,  # 1,590 more: latent and two-way attention, experts, norms, int4, fp8 keys
     "proposers": 3_260,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models

@@ -172,12 +172,13 @@ def _decode_tokens(tokenizer: Any, vocab_size: int, stop: tuple[int, ...]) -> li
 
 def _check_stop_tokens(stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
     if not stop_token_ids:
-        fix = "name one as eos_token_id in the generation config, or pass stop_token_ids=[...]"
+        fix = "name one as eos_token_id in the generation config"
         raise ModelError(f"no stop token, without which no text could end: {fix}")
     for token_id in stop_token_ids:
         if not 0 <= token_id < vocab_size:
             reason = f"stop token {token_id} is outside the model's vocabulary of {vocab_size}"
-            raise ModelError(f"{reason}; pass stop_token_ids=[...] of this model")
+            fix = "name one of its tokens as eos_token_id in the generation config"
+            raise ModelError(f"{reason}; {fix}")
 
 
 class CanonicalTokens:

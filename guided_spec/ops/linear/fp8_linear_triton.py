@@ -47,8 +47,10 @@ class Tiling(NamedTuple):
         step = WIDEST_STEP if width >= inputs else min(WIDEST_STEP, width)
         if count <= 16:
             return cls(COUNTED, 16, step, 2, 4, 4, moves_bits=True)
+        if count <= 32:
+            return cls(COUNTED, 32, step, 4, 3, 4, moves_bits=False)
         if count <= 64:
-            return cls(COUNTED, 32 if count <= 32 else 64, step, 4, 3, 2, moves_bits=False)
+            return cls(COUNTED, 64, step, 4, 3, 2, moves_bits=False)
         return cls(COUNTED, 128, step, 4, 3, 2, moves_bits=True)
 
 
@@ -134,7 +136,7 @@ _FOUR = tl.constexpr(
 
 
 # Triton reads annotations as its own, so the arguments have none.
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def bfloat16_of(values, HAS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The e4m3 numbers of bytes. NaN, which ``Fp8Weight`` has none of, becomes a number."""
     if HAS_ASM:

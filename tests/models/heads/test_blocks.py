@@ -321,6 +321,15 @@ def test_scales_and_a_cap(target: PreTrainedModel, tmp_path: Path) -> None:
     torch.testing.assert_close(scaled.logits(hidden), expected)
 
 
+def planned(head: Any, places: Places, anchor: Tensor, before: Sequence[int]) -> Tensor:
+    """The scores [D] behind the tokens ``before``; test_lattice.py has the equations."""
+    plan = head.planner.plan(places.logits[None], places.outputs[None], anchor)
+    at = torch.tensor([len(before) - 1])
+    parts = (places.outputs[at], torch.tensor(before[-1:]), torch.zeros(1, 0))
+    found: Tensor = head.transition.step(places.logits[at], BlockPosition(*parts, at, plan))[0]
+    return found
+
+
 LAYOUTS = [
     *((kind, dialect, {}) for kind, dialects in DIALECTS.items() for dialect in dialects),
     ("dflash", "speculators", {"draft_vocab_size": 40}),
@@ -369,14 +378,10 @@ def test_layouts_by_hand(
     for place, walked in enumerate([5, 61, 7, None, 33, 12]):
         found = runner.logits([1])[0].float()
         outputs, logits = expected.outputs[: place + 1], expected.logits[place]
-        if head.planner is None:
-            wanted = hand.behind(outputs, logits, before, embedding)
-        else:  # tests/models/heads/test_lattice.py has its equations
+        wanted = hand.behind(outputs, logits, before, embedding)
+        if head.planner is not None:
             anchor = norm(states[-1:] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
-            plan = head.planner.plan(expected.logits[None], expected.outputs[None], anchor)
-            parts = (outputs[-1:], torch.tensor(before[-1:]), torch.zeros(1, 0))
-            position = BlockPosition(*parts, torch.tensor([place]), plan)
-            wanted = head.transition.step(logits[None], position)[0]
+            wanted = planned(head, expected, anchor, before)
         torch.testing.assert_close(found, wanted, **exact)
         chosen = int(found.argmax()) if walked is None else walked
         runner.append([1], torch.tensor([chosen]))
