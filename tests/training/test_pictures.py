@@ -25,7 +25,6 @@ from guided_spec.errors import ConfigError, ModelError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import make_causal_lm
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.pictures.picture import PictureBatch
 from guided_spec.models.pictures.vision import split_vision
 from guided_spec.models.target import capture_hidden
 from guided_spec.training.data.batches import Collator
@@ -449,8 +448,7 @@ def test_rows_go_round(pictures: list[list[str]]) -> None:
         assert encoded.pictures is not None
         found = table(batch.token_ids[0, encoded.pictures.places])
         wanted = [
-            split.tower.features(PictureBatch.of([kept.read(reader)]))[0][:, 0]
-            for kept in encoded.pictures.kept
+            split.tower.features([kept.read(reader)])[0][:, 0] for kept in encoded.pictures.kept
         ]
         torch.testing.assert_close(found, torch.cat(wanted))
 

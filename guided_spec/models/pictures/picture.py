@@ -64,39 +64,25 @@ class Picture:
         return (-1 - first - at for at in range(self.count))
 
 
-@dataclass(frozen=True, slots=True)
-class PictureBatch:
-    """Pictures that a vision tower reads together. inputs: theirs, concatenated."""
+def alike(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
+    """Pictures that a vision tower can read together, up to ``MOST_BYTES`` of them at a time.
 
-    pictures: tuple[Picture, ...]
-    inputs: dict[str, NDArray[Any]]
-
-    @classmethod
-    def of(cls, pictures: Sequence[Picture]) -> PictureBatch:
-        """Of pictures whose arrays differ in their first dimension alone."""
-        first = pictures[0].inputs
-        if len(pictures) == 1:
-            return cls(tuple(pictures), first)
-        joined = {name: np.concatenate([one.inputs[name] for one in pictures]) for name in first}
-        return cls(tuple(pictures), joined)
-
-    @classmethod
-    def each(cls, pictures: Sequence[Picture]) -> Iterator[PictureBatch]:
-        """All of them, in their order of forms, in batches of up to ``MOST_BYTES``."""
-        by_form: dict[Any, list[Picture]] = {}
-        for one in pictures:
-            shapes = [(name, a.dtype.str, a.shape[1:]) for name, a in sorted(one.inputs.items())]
-            by_form.setdefault(tuple(shapes), []).append(one)
-        for alike in by_form.values():
-            batch, size = list[Picture](), 0
-            for one in alike:
-                own = sum(array.nbytes for array in one.inputs.values())
-                if batch and size + own > MOST_BYTES:
-                    yield cls.of(batch)
-                    batch, size = [], 0
-                batch.append(one)
-                size += own
-            yield cls.of(batch)
+    Their arrays differ in the first dimension alone.
+    """
+    by_form: dict[Any, list[Picture]] = {}
+    for one in pictures:
+        shapes = [(name, a.dtype.str, a.shape[1:]) for name, a in sorted(one.inputs.items())]
+        by_form.setdefault(tuple(shapes), []).append(one)
+    for group in by_form.values():
+        batch, size = list[Picture](), 0
+        for one in group:
+            own = sum(array.nbytes for array in one.inputs.values())
+            if batch and size + own > MOST_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(one)
+            size += own
+        yield batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,17 @@ from typing import Protocol
 from torch import Tensor
 
 from guided_spec.models.pictures.embedding import PictureEmbedding
-from guided_spec.models.pictures.picture import Picture, PictureBatch
+from guided_spec.models.pictures.picture import Picture, alike
 
 
 class ReadsPictures(Protocol):
     """A vision tower, with what brings its features to the width of the embedding."""
 
-    def features(self, batch: PictureBatch) -> list[Tensor]:
-        """Of each [picture.count, 1 + D, H], see ``PictureEmbedding``. Raises ModelError."""
+    def features(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """Of pictures that are ``alike``, each [picture.count, 1 + D, H], see ``PictureEmbedding``.
+
+        Raises ModelError.
+        """
 
 
 @dataclass(slots=True)
@@ -98,8 +101,8 @@ class PictureRows:
             self._held[content].users -= 1
 
     def _read(self, pictures: Sequence[Picture]) -> None:
-        for batch in PictureBatch.each(pictures):
-            for one, features in zip(batch.pictures, self._vision.features(batch), strict=True):
+        for batch in alike(pictures):
+            for one, features in zip(batch, self._vision.features(batch), strict=True):
                 self._write(one, features)
 
     def _write(self, picture: Picture, features: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 from guided_spec.errors import ModelError
 from guided_spec.models.attention import MaskBuilder
 from guided_spec.models.pictures.embedding import PictureEmbedding, SeesAhead, WithoutPictures
-from guided_spec.models.pictures.picture import PictureBatch, PicturePrompt, Sight
+from guided_spec.models.pictures.picture import Picture, PicturePrompt, Sight
 from guided_spec.models.pictures.rows import PictureRows
 from guided_spec.models.pictures.spans import SlotSpans
 from guided_spec.models.stock.kv_cache import read_layers
@@ -258,17 +258,17 @@ class VisionTower:
         return int(config.image_token_id if own is None else own)
 
     @torch.inference_mode()
-    def features(self, batch: PictureBatch) -> list[Tensor]:
-        """Of each picture [picture.count, 1 + D, H], see ``PictureEmbedding``.
+    def features(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """Of pictures that are ``alike``, each [picture.count, 1 + D, H], see ``PictureEmbedding``.
 
         Raises ModelError, also where the processor is another model's.
         """
-        model, counts = self._model, [one.count for one in batch.pictures]
+        model, counts = self._model, [one.count for one in pictures]
         with errors_naming(model, "its vision tower failed"):
-            is_video = _PIXELS_OF_VIDEO in batch.inputs
+            is_video = _PIXELS_OF_VIDEO in pictures[0].inputs
             # The models of some families lack the first one, and what is in them has it.
             read = model.model.get_video_features if is_video else model.get_image_features
-            found = read(**self._inputs(batch.inputs), return_dict=True)
+            found = read(**self._inputs(pictures), return_dict=True)
             levels = [found.pooler_output]
             if self._family.is_deep:
                 levels += found.deepstack_features
@@ -299,11 +299,12 @@ class VisionTower:
             positions, _ = model.get_rope_index(ids, **given)
         return positions[:, 0]
 
-    def _inputs(self, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
-        inputs = {}
-        for name, array in arrays.items():
-            if name in self._names:
-                tensor = torch.from_numpy(array).to(self._model.device)
-                is_float = tensor.is_floating_point()
-                inputs[name] = tensor.to(self._model.dtype) if is_float else tensor
+    def _inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        device, inputs = self._model.device, {}
+        for name in pictures[0].inputs.keys() & self._names:
+            # Concatenated there: on the host new memory would take longer than all else.
+            parts = [torch.from_numpy(one.inputs[name]).to(device) for one in pictures]
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+            is_float = tensor.is_floating_point()
+            inputs[name] = tensor.to(self._model.dtype) if is_float else tensor
         return inputs
