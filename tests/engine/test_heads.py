@@ -133,7 +133,9 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
-@pytest.mark.parametrize(("method", "batch_size"), rotated(["dflash", "domino", "dspark", "lilicorr", "p_eagle"], [5, 1]))
+@pytest.mark.parametrize(
+    ("method", "batch_size"), rotated(["dflash", "domino", "dspark", "lilicorr", "p_eagle"], [5, 1])
+)
 def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int) -> None:
     """And draft the same as the stock head, along tables or along the originals."""
     known = taught(method)
