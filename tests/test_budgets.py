@@ -13,12 +13,12 @@ PACKAGE = Path(guided_spec.__file__).parent
 BUDGETS = {
     "batch": 815,  # 5 more: lines with one id
     "cli": 2_320,  # 370 more: messages name options, images, quick ends, full disks, adapters
-    "engine": 8_535,  # 2,030 more: switches, templates, refusals, pictures, videos, experts
+    "engine": 8_550,  # 2,045 more: switches, templates, refusals, pictures, videos, experts
     "evaluate": 1_295,  # 35 more: requests that fail, engines that load for each proposer
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_195,  # 5 more: options that are suggested
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_790,  # 3,755 more: latents, experts, MTP, pictures, videos, Mamba, int4, heads
+    "models": 14_800,  # 3,765 more: latents, experts, MTP, pictures, videos, Mamba, int4, heads
     "ops": 9_070,  # 1,500 more: latent and two-way attention, experts, axes, norms, kernels, int4
     "proposers": 3_260,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models
