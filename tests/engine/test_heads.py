@@ -5,6 +5,7 @@ Every head is taught the plain texts first, so that drafts are accepted, raggedl
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -458,6 +459,11 @@ def test_what_does_not_fit_is_said(tmp_path: Any) -> None:
         make_llm(headed.target, "eagle3:best", headed.draft)
     with pytest.raises(ModelError, match="expected"):
         make_llm(build("llama", vocab_size=VOCAB_SIZE - 9), "eagle3", headed.draft)
+    kinds: list[Any] = [["dflash"], {}, "medusa"]
+    for kind in kinds:
+        (tmp_path / "head" / "config.json").write_text(json.dumps({"speculators_model_type": kind}))
+        with pytest.raises(ModelError, match="expected a speculators_model_type that is read"):
+            make_llm(headed.target, "auto", headed.draft)
 
 
 @pytest.mark.slow

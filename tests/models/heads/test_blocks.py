@@ -589,10 +589,12 @@ def test_tensors_that_do_not_fit(target: PreTrainedModel, tmp_path: Path) -> Non
     folder = write_dflash(tmp_path, target)
     tensors = load_file(folder / "model.safetensors")
     tensors["layers.0.attention_conv.base_kernel"] = torch.zeros(2, 3, 4)
+    tensors["confidence_head.proj.weight"] = torch.ones(())
     del tensors["norm.weight"]
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     save(folder, config, tensors, "safetensors")
     with pytest.raises(ModelError, match="its tensors do not fit the head") as caught:
         load_head("dflash", folder, target)
     assert "norm.weight: expected" in str(caught.value)
+    assert "confidence_head.proj.weight: expected none, found []" in str(caught.value)
     assert "attention_conv.base_kernel: expected none" in str(caught.value)
