@@ -18,7 +18,7 @@ BUDGETS = {
     "grammar": 22_490,  # 700 more: arguments, listed items, vast counts, surrogates, functions
     "integrations": 8_200,  # 10 more: options that are suggested, fp8 keys
     "masks": 1_845,  # 95 more: what a device drew freely, rows of two libraries, undrafted steps
-    "models": 14_880,  # 3,845 more: latents, experts, MTP, pictures, int4, heads, fp8 keys
+    "models": 14_960,  # 3,925 more: latents, experts, MTP, pictures, int4, heads, fp8 keys
     "ops": 9_160,  # 1,590 more: latent and two-way attention, experts, norms, int4, fp8 keys
     "proposers": 3_260,
     "server": 5_220,  # 310 more: usual fields of clients, faults, pictures, adapters as models

@@ -5,6 +5,7 @@ Every head is taught the plain texts first, so that drafts are accepted, raggedl
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -133,7 +134,9 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("drafted_from_the_start")
-@pytest.mark.parametrize(("method", "batch_size"), rotated(["dflash", "dspark", "p_eagle"], [5, 1]))
+@pytest.mark.parametrize(
+    ("method", "batch_size"), rotated(["dflash", "domino", "dspark", "lilicorr", "p_eagle"], [5, 1])
+)
 def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int) -> None:
     """And draft the same as the stock head, along tables or along the originals."""
     known = taught(method)
@@ -151,7 +154,7 @@ def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+@pytest.mark.parametrize("method", ["dflash", "domino", "dspark", "lilicorr", "p_eagle"])
 def test_blocks_behind_a_prefix_that_another_text_left(taught: Any, method: str) -> None:
     """What a block leaves behind its text is never taken for text."""
     headed = taught(method).headed
@@ -173,7 +176,7 @@ def test_blocks_behind_a_prefix_that_another_text_left(taught: Any, method: str)
 def ahead(monkeypatch: pytest.MonkeyPatch, spec: str) -> Counter[str]:
     """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
-    kind: Any = BlockRunner if spec.partition(":")[0] in BLOCKS else PackedSlotHead
+    kind: Any = BlockRunner if spec.rpartition("+")[2] in BLOCKS else PackedSlotHead
     read_ahead, commit, read = kind.read_ahead, kind.commit, kind.read
     pull = HiddenStates.pull
 
@@ -219,6 +222,8 @@ AHEAD = [
     "chain:grammar_forced+eagle3",
     "dspark",
     "p_eagle",
+    "domino",
+    "chain:grammar_forced+lilicorr",
 ]
 
 
@@ -361,9 +366,10 @@ def test_a_head_may_draft_now_and_then(
     assert len({*counts}) == 3
 
 
-def test_samples_share_a_prompt(taught: Any) -> None:
-    known = taught("eagle3")
-    with make_llm(known.headed.target, "eagle3", known.headed.draft) as llm:
+@pytest.mark.parametrize("method", ["eagle3", "domino", "lilicorr"])
+def test_samples_share_a_prompt(taught: Any, method: str) -> None:
+    known = taught(method)
+    with make_llm(known.headed.target, method, known.headed.draft) as llm:
         (output,) = llm.generate(PROMPTS[3], replace(PARAMS[3], n=3))
     assert [c.token_ids for c in output.completions] == [known.guided[3].token_ids] * 3
 
@@ -453,6 +459,11 @@ def test_what_does_not_fit_is_said(tmp_path: Any) -> None:
         make_llm(headed.target, "eagle3:best", headed.draft)
     with pytest.raises(ModelError, match="expected"):
         make_llm(build("llama", vocab_size=VOCAB_SIZE - 9), "eagle3", headed.draft)
+    kinds: list[Any] = [["dflash"], {}, "medusa"]
+    for kind in kinds:
+        (tmp_path / "head" / "config.json").write_text(json.dumps({"speculators_model_type": kind}))
+        with pytest.raises(ModelError, match="expected a speculators_model_type that is read"):
+            make_llm(headed.target, "auto", headed.draft)
 
 
 @pytest.mark.slow

@@ -73,6 +73,11 @@ CASES = {
         "eagle3", sampled(**PENALTIES, temperature=0.8, top_p=0.95), {}
     ),
     "min-p, a block": Case("dspark", sampled(min_p=0.1), {}),
+    "penalties, a block with a state": Case("domino", sampled(**PENALTIES), {}),
+    "a chain, a packed block with a state": Case(
+        "chain:grammar_forced+domino", sampled(grammar=BEGUN, top_p=0.95), {"kernels": "packed"}
+    ),
+    "a block of candidates": Case("lilicorr", sampled(), {}),
     "a budget's end, a block": Case("dflash", sampled(grammar=LONG, max_tokens=4), {}),
     "a budget's end, few draft tokens": Case("eagle3", sampled(grammar=LONG, max_tokens=4), {}),
 }

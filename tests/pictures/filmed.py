@@ -185,7 +185,7 @@ def _tokenizer(family: str) -> Any:
         tokenizer.pad_token = "<end_of_utterance>"
     for name, text in named.items():
         setattr(tokenizer, name, text)
-        setattr(tokenizer, "_".join((name, "id")), tokenizer.convert_tokens_to_ids(text))
+        setattr(tokenizer, name.replace("token", "token_id"), tokenizer.convert_tokens_to_ids(text))
     return tokenizer
 
 

@@ -8,12 +8,14 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from guided_spec.engine.chats.videos import OpenVideo
+from guided_spec.engine.process import EngineProcess
 from tests.pictures.filmed import expected, film, filmed, show
 from tests.pictures.sighted import picture, png
 from tests.pictures.test_server import LENGTH, OWN, WORDS, chat, error, post, responses
@@ -78,6 +80,30 @@ def test_other_messages_have_videos_too(served: Running) -> None:
     ]
     found = post(served, "/v1/chat/completions", {"messages": asked, **OWN})
     assert found["usage"]["prompt_tokens"] > 2 * 4
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_process_reads_videos(tmp_path: Path) -> None:
+    one = filmed(FAMILY)
+    one.model.save_pretrained(tmp_path)
+    one.processor.tokenizer.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"max_model_len": 512, "picture_tokens": 40}
+    part, other = {"type": "video", "video": FRAMES}, film(2)
+    moved = {"type": "video", "video": [data(png(frame)) for frame in other.frames], "fps": 5}
+    with (
+        EngineProcess(str(tmp_path), proposer="ngram", processor=one.processor, **options) as made,
+        running(made) as served,  # type: ignore[arg-type]
+    ):
+        for parts, films in (
+            ((part, STILL), (CAT, picture(3))),
+            ((moved, part), (other._replace(fps=5), CAT)),  # the first one's rows go, and come back
+            ((part, part, STILL), (CAT, CAT, picture(3))),
+        ):
+            found = post(served, "/v1/chat/completions", {**chat(*parts), "n": 2})
+            texts = [choice["message"]["content"] for choice in found["choices"]]
+            assert texts == [wanted(*films)] * 2
+            refused = error(served, "/v1/chat/completions", chat({**part, "fps": True}))
+            assert refused["param"] == "messages[0].content[0].fps"
 
 
 FAULTS: list[tuple[dict[str, Any], str, str]] = [

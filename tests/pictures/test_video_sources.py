@@ -131,6 +131,27 @@ def test_an_animation_has_its_own_rate(form: str, milliseconds: Any, fps: float)
     np.testing.assert_array_equal(pixels(found), np.stack([*map(np.asarray, colours)]))
 
 
+def test_a_picture_in_place_of_an_animation_is_no_frame_of_it() -> None:
+    shown = [Image.new("RGB", (16, 8), one) for one in ("white", "red", "green")]
+    file = png(shown[0], "PNG", save_all=True, append_images=shown[1:], duration=250)
+    spare = png(
+        shown[0],
+        "PNG",
+        save_all=True,
+        append_images=shown[1:],
+        duration=250,
+        default_image=True,
+    )
+    for written, wanted in ((file, shown), (spare, shown[1:])):
+        found = read({"type": "video", "video": data(written)}, REMOTE)
+        assert found.fps == pytest.approx(4.0)
+        np.testing.assert_array_equal(pixels(found), np.stack([*map(np.asarray, wanted)]))
+    for cut in range(len(spare) - 21):  # after the last pixels
+        broken = {"type": "video", "video": data(spare[:cut])}
+        with pytest.raises(ConfigError, match=r"\.video='"):
+            read(broken, REMOTE)
+
+
 def test_a_picture_is_a_video_of_one_frame() -> None:
     found = read({"type": "video", "video": data(FILES[0])}, REMOTE)
     assert len(found.images) == 1
@@ -161,6 +182,7 @@ FAULTS: list[tuple[Any, str, str]] = [
     ({"video": "https://a/clip.mov?x=1"}, ".video", "no file of video is decoded"),
     ({"video": data(b"\0\0\0\x18ftypmp42", "video/mp4")}, ".video", "no file of video is decoded"),
     ({"video": data(b"\0\0\0\x18ftypmp42", "image/gif")}, ".video", "no picture that can be read"),
+    ({"video": f"{data(FILES[0])},{JPEGS[1]}"}, ".video", "several in base64 come as data:video"),
     ({"video": "data:video/jpeg,abc"}, ".video", "no file of video is decoded"),
     ({"video": "data:video/jpeg;base64,"}, ".video[0]", "no picture that can be read"),
     ({"video": f"data:video/jpeg;base64,{JPEGS[0]},"}, ".video[1]", "no picture that can be read"),

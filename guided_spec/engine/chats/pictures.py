@@ -87,10 +87,16 @@ class OpenPicture:
     def frames(self) -> Iterator[Frame]:
         """Those of an animation, each as ``image`` has the first. Raises ConfigError likewise."""
         with self._opened() as found:
-            for at in count():
+            # A PNG's picture for programs that show no animation is no frame of it.
+            first = int(found.info.get("default_image", False))
+            for at in count(first):
                 try:
                     found.seek(at)
                 except EOFError:
+                    if at == first:
+                        raise ConfigError(
+                            self.path, "no frames", "is cut off; send it again"
+                        ) from None
                     return
                 found.load()
                 seconds = float(found.info.get("duration", 0)) / 1000

@@ -28,6 +28,8 @@ _LEAST_FPS, _MOST_FPS = 0.001, 1000.0
 _DEFAULT_FPS = 2.0  # of frames that come alone, as in qwen-vl-utils
 _STILL_FPS = 10.0  # of an animation that does not say how long it shows a frame, as in browsers
 _CONTAINER = re.compile(r"\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|wmv|flv|3gp|ts|ogv)$", re.IGNORECASE)
+_PICTURE = re.compile(r"\s*data:image/[^,]*,[^,]*,", re.IGNORECASE)  # of more than one
+_FRAMES_IN_ONE = "data:video/jpeg;base64,<frame>,<frame>,..."
 _FIX = 'send its frames: {"type": "video", "video": [frame, ...], "fps": 2.0}'
 
 
@@ -110,6 +112,9 @@ def read_video(rules: PictureRules, path: str, part: Mapping[str, Any]) -> OpenV
     elif isinstance(given, str | Path):
         if _CONTAINER.search(str(given).partition("?")[0]):
             raise ConfigError(place, f"{given!s:.80}", f"no file of video is decoded: {_FIX}")
+        if _PICTURE.match(str(given)):
+            fix = f"holds one picture, and several in base64 come as {_FRAMES_IN_ONE}"
+            raise ConfigError(place, f"{given!s:.80}", fix)
         return OpenVideo(place, rules.frame(place, given), fps)
     else:
         raise ConfigError(place, f"{given!r:.80}", f"must be a list of frames: {_FIX}")
@@ -135,8 +140,8 @@ def _encoded_frames(path: str, url: str) -> list[str]:
     """The base64 of each frame, with commas between them, as vLLM takes them."""
     head, _, body = url.partition(",")
     if head.lower().replace(" ", "") != "data:video/jpeg;base64":
-        known = "data:video/jpeg;base64,<frame>,<frame>,..."
-        raise ConfigError(path, f"{head:.80}", f"no file of video is decoded: send {known}")
+        fix = f"no file of video is decoded: send {_FRAMES_IN_ONE}"
+        raise ConfigError(path, f"{head:.80}", fix)
     return unquote(body).split(",", MOST_FRAMES)  # one more is too many
 
 

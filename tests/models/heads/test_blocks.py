@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,6 @@ from tests.tiers import examples
 
 VOCAB, CPU, MASK = 64, torch.device("cpu"), 3
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-SECTION_NAME = "dflash_config"
 SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
 LILICORR = {
     "lilicorr_enabled": True,
@@ -321,15 +319,6 @@ def test_scales_and_a_cap(target: PreTrainedModel, tmp_path: Path) -> None:
     torch.testing.assert_close(scaled.logits(hidden), expected)
 
 
-def planned(head: Any, places: Places, anchor: Tensor, before: Sequence[int]) -> Tensor:
-    """The scores [D] behind the tokens ``before``; test_lattice.py has the equations."""
-    plan = head.planner.plan(places.logits[None], places.outputs[None], anchor)
-    at = torch.tensor([len(before) - 1])
-    parts = (places.outputs[at], torch.tensor(before[-1:]), torch.zeros(1, 0))
-    found: Tensor = head.transition.step(places.logits[at], BlockPosition(*parts, at, plan))[0]
-    return found
-
-
 LAYOUTS = [
     *((kind, dialect, {}) for kind, dialects in DIALECTS.items() for dialect in dialects),
     ("dflash", "speculators", {"draft_vocab_size": 40}),
@@ -341,6 +330,19 @@ LAYOUTS = [
     ("dspark", "deepseek", {"markov_head_type": "gated"}),
     ("dspark", "deepseek", {"markov_head_type": "rnn"}),
 ]
+
+
+def planned(
+    head: Any, hand: ByHand, states: Tensor, block: Places, before: Sequence[int]
+) -> Tensor:
+    """The scores [D] of the position after ``before``; test_lattice.py has their equations."""
+    place = len(before) - 1
+    anchor = norm(states[-1:] @ hand.tensors["fc.weight"].T, hand.tensors["hidden_norm.weight"])
+    plan = head.planner.plan(block.logits[None], block.outputs[None], anchor)
+    parts = (block.outputs[place, None], torch.tensor(before[-1:]), torch.zeros(1, 0))
+    position = BlockPosition(*parts, torch.tensor([place]), plan)
+    found: Tensor = head.transition.step(block.logits[place, None], position)[0]
+    return found
 
 
 @pytest.mark.parametrize(("kind", "dialect", "changes"), LAYOUTS)
@@ -380,8 +382,7 @@ def test_layouts_by_hand(
         outputs, logits = expected.outputs[: place + 1], expected.logits[place]
         wanted = hand.behind(outputs, logits, before, embedding)
         if head.planner is not None:
-            anchor = norm(states[-1:] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
-            wanted = planned(head, expected, anchor, before)
+            wanted = planned(head, hand, states, expected, before)
         torch.testing.assert_close(found, wanted, **exact)
         chosen = int(found.argmax()) if walked is None else walked
         runner.append([1], torch.tensor([chosen]))
@@ -552,52 +553,16 @@ def test_what_is_refused(
         load_head("dflash", write_dflash(tmp_path, target, **changes), target)
 
 
-@pytest.mark.parametrize(
-    ("dialect", "place", "values", "expected"),
-    [
-        ("zlab", SECTION_NAME, {"causal_head": "false", "use_swa": 2.5}, "true or false"),
-        ("zlab", SECTION_NAME, {"shift_label": 1}, "true or false"),
-        ("zlab", SECTION_NAME, {"mask_token_id": "3", "conv_kernel_size": -1}, "0 or more"),
-        ("zlab", SECTION_NAME, {"selector_rank": 2.5, "block_size": 0}, ". or more, a whole"),
-        ("zlab", SECTION_NAME, {"target_layer_ids": "01"}, "a list of layers"),
-        ("zlab", SECTION_NAME, {"target_layer_ids": [0, True]}, "a list of layers"),
-        ("zlab", SECTION_NAME, {"output_multiplier": math.nan}, "0 or more, a number"),
-        ("zlab", SECTION_NAME, {"final_logit_softcapping": "x"}, "0 or more, a number"),
-        ("zlab", None, {"block_size": "8", "markov_rank": [4]}, ". or more, a whole number"),
-        ("zlab", None, {"dflash_config": "x", "draft_vocab_size": 1e400}, ""),
-        ("speculators", None, {"block_size": True, "selector_top_k": -1}, "1 or more, a whole"),
-        ("speculators", None, {"sample_from_anchor": "no"}, "true or false"),
-        ("speculators", None, {"aux_hidden_state_layer_ids": 3}, "a list of layers"),
-        ("speculators", None, {"transformer_layer_config": [3]}, "an object"),
-    ],
-)
-def test_fields_of_another_kind_are_named(
-    target: PreTrainedModel,
-    tmp_path: Path,
-    dialect: str,
-    place: str | None,
-    values: dict[str, Any],
-    expected: str,
-) -> None:
-    """Whatever reads them later: text for a switch would be taken for true."""
-    folder = write_block(tmp_path, target, "dflash", dialect)
-    written: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    for name, value in values.items():
-        config = copy.deepcopy(written)
-        (config if place is None else config[place])[name] = value
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelError, match=f"{name}: expected {expected}.*; correct config.json"):
-            load_head("dflash", folder, target)
-
-
 def test_tensors_that_do_not_fit(target: PreTrainedModel, tmp_path: Path) -> None:
     folder = write_dflash(tmp_path, target)
     tensors = load_file(folder / "model.safetensors")
     tensors["layers.0.attention_conv.base_kernel"] = torch.zeros(2, 3, 4)
+    tensors["confidence_head.proj.weight"] = torch.ones(())
     del tensors["norm.weight"]
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     save(folder, config, tensors, "safetensors")
     with pytest.raises(ModelError, match="its tensors do not fit the head") as caught:
         load_head("dflash", folder, target)
     assert "norm.weight: expected" in str(caught.value)
+    assert "confidence_head.proj.weight: expected none, found []" in str(caught.value)
     assert "attention_conv.base_kernel: expected none" in str(caught.value)

@@ -175,7 +175,7 @@ class BlockLayout(NamedTuple):
             config=head,
             draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
             markov=_markov(config, source),
-            confidence_width=tensors[CONFIDENCE].shape[-1] if CONFIDENCE in tensors else 0,
+            confidence_width=(0, *tensors[CONFIDENCE].shape)[-1] if CONFIDENCE in tensors else 0,
             **found,
         )
         _check(layout, target, source)
