@@ -177,7 +177,7 @@ def _check_stop_tokens(stop_token_ids: tuple[int, ...], vocab_size: int) -> None
     for token_id in stop_token_ids:
         if not 0 <= token_id < vocab_size:
             reason = f"stop token {token_id} is outside the model's vocabulary of {vocab_size}"
-            fix = "name one of its tokens as eos_token_id in the generation config"
+            fix = "correct eos_token_id in its configuration and generation config"
             raise ModelError(f"{reason}; {fix}")
 
 

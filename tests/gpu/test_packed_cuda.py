@@ -113,7 +113,7 @@ def test_graphs_of_many_kinds_are_captured_at_the_start(name: str, tmp_path: Pat
         model = load_model(tmp_path, dtype="bfloat16")
     given = cast(Any, model).to(CUDA, None if name == "fp8" else torch.bfloat16)
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    given.generation_config.eos_token_id = tokenizer.eos_token_id  # GLM's configuration has others
+    given.config.eos_token_id = tokenizer.eos_token_id  # GLM's has others
     with LLM(given, "ngram", tokenizer=tokenizer, max_model_len=256, max_batch_size=4) as llm:
         outputs = llm.generate(["a b c a b c", "1 2 3"], params)
     assert all(output.error is None for output in outputs)
