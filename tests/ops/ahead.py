@@ -137,7 +137,7 @@ def decide_all() -> None:
 
 def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> None:
     """Likewise, of so many tokens."""
-    scales = torch.empty(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    scales = torch.ones(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     weight = Fp8Weight.of(torch.zeros(shape, dtype=FP8), scales, block)
     bias = torch.empty(shape[0], dtype=torch.bfloat16)
     x = torch.empty(count, shape[1], dtype=torch.bfloat16)

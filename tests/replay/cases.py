@@ -193,7 +193,7 @@ HEADS = (
             waves=[SHORT],
             options={"kernels": "packed", "max_batch_size": 1 + len(head) % 2},
         )
-        for head in ("dflash", "dflash2", "dspark", "p_eagle")
+        for head in ("dflash", "dflash2", "domino", "dspark", "lilicorr", "p_eagle")
     ),
     Case(
         name="eagle3",
