@@ -90,6 +90,12 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return teach
 
 
+@pytest.fixture(scope="module")
+def _eagle3_taught(taught: Any) -> None:
+    """Whichever test comes first does not wait for it."""
+    taught("eagle3")
+
+
 def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
     return [(c.token_ids, c.finish_reason) for c in completions]
 
@@ -221,13 +227,13 @@ AHEAD = [
     "chain:grammar_forced:start+eagle3",
     "chain:grammar_forced+eagle3",
     "dspark",
-    "p_eagle",
     "domino",
     "chain:grammar_forced+lilicorr",
+    "p_eagle",
 ]
 
 
-@pytest.mark.usefixtures("drafted_from_the_start")
+@pytest.mark.usefixtures("drafted_from_the_start", "_eagle3_taught")
 @pytest.mark.parametrize(("spec", "temperature"), rotated(AHEAD, [1.0, 0.0]))
 def test_reading_ahead_changes_no_draft(
     monkeypatch: pytest.MonkeyPatch,
@@ -366,7 +372,10 @@ def test_a_head_may_draft_now_and_then(
     assert len({*counts}) == 3
 
 
-@pytest.mark.parametrize("method", ["eagle3", "domino", "lilicorr"])
+SLOWLY_TAUGHT = [pytest.param(name, marks=pytest.mark.slow) for name in ("domino", "lilicorr")]
+
+
+@pytest.mark.parametrize("method", ["eagle3", *SLOWLY_TAUGHT])
 def test_samples_share_a_prompt(taught: Any, method: str) -> None:
     known = taught(method)
     with make_llm(known.headed.target, method, known.headed.draft) as llm:
